@@ -1,0 +1,1 @@
+"""The contract: messages, keys, statuses, framing and errors. Imports nothing of ours."""

@@ -1,0 +1,109 @@
+"""The error tree. A class answers two questions: may the caller retry, and is it the caller's fault.
+
+::
+
+    KVError
+    +-- Retryable                the same call may succeed later, or elsewhere
+    |   +-- Unavailable          a peer is unreachable, silent, or its breaker is open
+    |   +-- LeaseExpired         a lease or reservation ended before the transfer did
+    |   +-- Busy                 a bound was reached (connections, queue, requests)
+    +-- Refused                  the call as it stands will never succeed
+    |   +-- InvalidArgument      wrong size, layout, dtype, range (also a ValueError)
+    |   +-- QuotaExceeded        the tenant has no room and nothing of its own to evict
+    |   +-- ForbiddenSalt        this client may not touch this tenant
+    |   +-- FingerprintMismatch  namespace unknown here, or known with another layout or epoch
+    |   +-- VersionMismatch      the two sides share no protocol version
+    |   +-- ProtocolError        a frame that is malformed, oversized or out of place
+    |   +-- ConfigError          a flag, file or environment variable (also a ValueError)
+    +-- Corrupt                  bytes failed verification
+    +-- Closed                   used after close, or in a forked child (also a RuntimeError)
+
+A miss is a value (:class:`kvstrata.proto.status.BlockStatus`), never an exception.
+"""
+
+from __future__ import annotations
+
+
+class KVError(Exception):
+    """Base of everything kvstrata raises on purpose."""
+
+
+class Retryable(KVError):
+    """The same call may succeed later or elsewhere."""
+
+
+class Unavailable(Retryable):
+    """A peer is unreachable, silent beyond its deadline, or its breaker is open."""
+
+
+class LeaseExpired(Retryable):
+    """A lease or a reservation ended before the transfer did."""
+
+
+class Busy(Retryable):
+    """A named bound was reached; the text says which."""
+
+
+class Refused(KVError):
+    """The call as it stands will never succeed; the text says what to change."""
+
+
+class InvalidArgument(Refused, ValueError):
+    """A size, layout, dtype or range is wrong. Raised before any byte moves."""
+
+
+class QuotaExceeded(Refused):
+    """The tenant is at its limit and everything it holds is leased."""
+
+
+class ForbiddenSalt(Refused):
+    """This client may not touch this tenant."""
+
+
+class FingerprintMismatch(Refused):
+    """The namespace is unknown here, or known with another layout or weight epoch."""
+
+
+class VersionMismatch(Refused):
+    """The two sides share no protocol version."""
+
+
+class ProtocolError(Refused):
+    """A frame is malformed, oversized or out of place."""
+
+
+class ConfigError(Refused, ValueError):
+    """A flag, a configuration file or an environment variable is wrong."""
+
+
+class Corrupt(KVError):
+    """Bytes failed verification."""
+
+
+class Closed(KVError, RuntimeError):
+    """The object was closed, or belongs to the process this one was forked from."""
+
+
+#: What may travel in a Failure frame, by class name.
+BY_CODE: dict[str, type[KVError]] = {
+    cls.__name__: cls
+    for cls in (
+        Unavailable,
+        LeaseExpired,
+        Busy,
+        Refused,
+        InvalidArgument,
+        QuotaExceeded,
+        ForbiddenSalt,
+        FingerprintMismatch,
+        VersionMismatch,
+        ProtocolError,
+        Corrupt,
+        Closed,
+    )
+}
+
+
+def from_code(code: str, message: str) -> KVError:
+    """Build the error a Failure frame names; an unknown code becomes :class:`Refused`."""
+    return BY_CODE.get(code, Refused)(message)

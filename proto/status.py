@@ -1,0 +1,55 @@
+"""Small enums that travel on the wire: what became of a block, where it is, what placement says."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class BlockStatus(IntEnum):
+    """What became of one block of a call. Values are wire format: never renumber.
+
+    ======== ============================================================================
+    below 10 the block is where the caller wanted it
+    10-19    on its way
+    20-39    a miss: compute it
+    40-59    not stored: a later store may succeed
+    ======== ============================================================================
+    """
+
+    UNKNOWN = 0  #: not tried (never in a finished result)
+    STORED = 1
+    ALREADY_PRESENT = 2
+    LOADED = 3
+    RESERVED = 10  #: granted to this writer
+    IN_FLIGHT = 11  #: another writer is storing it
+    MISSING = 20  #: no node has it
+    EVICTED = 21  #: the directory named a node, and the node no longer had it
+    LEASE_LOST = 22  #: the lease ended, or the slot changed, before the copy did
+    CORRUPT = 23  #: the bytes did not match their checksum
+    NODE_LOST = 24  #: the node was unreachable or fell silent
+    LATE = 25  #: the deadline passed
+    NOT_YET = 26  #: the directory is still being rebuilt
+    QUOTA = 40  #: the tenant is at its limit
+    FULL = 41  #: no room, and nothing evictable
+    REFUSED = 42  #: the node refused it; the log has the reason
+    ABORTED = 43  #: the write was given up
+
+
+HELD = frozenset({BlockStatus.STORED, BlockStatus.ALREADY_PRESENT, BlockStatus.LOADED})
+
+
+class Tier(IntEnum):
+    """Where a replica is. Values are wire format (two bits in a location code)."""
+
+    DRAM = 0
+    SSD = 1
+    HBM = 2
+
+
+class PlaceState(IntEnum):
+    """What placement says of one block."""
+
+    NEW = 0  #: store it on the named node
+    PRESENT = 1  #: the named node has it
+    IN_FLIGHT = 2  #: another writer was sent to the named node with it
+    NOWHERE = 3  #: no active node has room
