@@ -1,0 +1,128 @@
+"""What moves bytes between one client and one node: the transport seam.
+
+A :class:`Transport` connects to nodes; a :class:`Peer` is one node as one client reaches it. A peer
+does a whole read (acquire, move, check the lease, give it back) or a whole write (reserve, move,
+commit) for many blocks at once, because how the two halves interleave is what differs between
+transports: over ``tcp`` the bytes ride on the control messages, over ``shm`` they never leave memory.
+
+Results are arrays of :class:`BlockStatus`. A peer raises only what a whole call can be refused for;
+an unreachable or silent node is ``NODE_LOST``, a passed deadline ``LATE``, in every undecided position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.regions import BlockView, Region
+
+StatusArray = npt.NDArray[np.uint8]
+Verify = Literal["always", "sample", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How to reach one node. ``unix_path`` counts only when ``boot_id`` is this machine's."""
+
+    node_id: str
+    incarnation: int
+    channel: str
+    unix_path: str = ""
+    boot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A read: block i of ``blocks`` receives the block whose hash is the i-th of ``hashes``.
+
+    ``hashes`` is packed, n * hash_bytes. ``deadline`` is in monotonic seconds.
+    """
+
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    blocks: BlockView
+    deadline: float
+    verify: Verify = "sample"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """``status``, ``tier``: u8[n]; ``delta_seq`` goes into a miss report. Unloaded rows may hold garbage."""
+
+    status: StatusArray
+    tier: npt.NDArray[np.uint8]
+    delta_seq: int = 0
+    bytes_moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A write. ``parent`` is the hash before the first (empty at a chain's head), ``first_index`` the
+    first block's position in its chain, ``epoch`` the weight epoch of the writer's namespace handle."""
+
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    blocks: BlockView
+    deadline: float
+    parent: bytes = b""
+    first_index: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """``status``: u8[n]. No source byte is read after the call returns."""
+
+    status: StatusArray
+    bytes_moved: int = 0
+
+
+class Lease(Protocol):
+    """A held read lease on mapped blocks: ``arrays[i]`` is a read-only u8[block_bytes], or None.
+
+    The arrays are good until ``close()``; the library renews the lease until then, up to its age cap.
+    ``valid()`` is False once the node no longer honours it.
+    """
+
+    arrays: Sequence[npt.NDArray[np.uint8] | None]
+
+    def valid(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Peer(Protocol):
+    """One node, as one client reaches it. Calls come from any thread."""
+
+    endpoint: Endpoint
+    transport: str
+
+    def fetch(self, request: Fetch) -> Fetched: ...
+    def push(self, request: Push) -> Pushed: ...
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Lease: ...
+
+    def reachable(self) -> bool:
+        """False while the breaker is open."""
+
+    def upkeep(self) -> None:
+        """Called now and then by the owner: gives back leases, renews views, probes an open breaker."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """A way to move bytes. ``reaches`` says whether it can serve an endpoint from here."""
+
+    name: str
+
+    def reaches(self, endpoint: Endpoint) -> bool: ...
+    def connect(self, endpoint: Endpoint) -> Peer: ...
+    def register(self, region: Region) -> None: ...
+    def unregister(self, region: Region) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,403 @@
+"""The framed channel, accepting side: a thread a connection, progress frames, sessions, bounds.
+
+Owners give handlers by frame kind; a handler runs in its connection's thread and may block on memory,
+disk or the socket. Whatever it raises as :class:`KVError` travels back as a Failure frame; anything
+else is logged, counted, and travels as a Failure too. A malformed frame ends its connection only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import wire
+from kvstrata.proto.errors import ConfigError, KVError, ProtocolError, Unavailable, VersionMismatch
+from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.channel import parse_address
+from kvstrata.transfer.frames import Frame, FrameStream, Silence
+from kvstrata.transfer.loops import Loops, Loop
+
+log = get_logger(__name__)
+
+CONNECTIONS_MAX: Final = 2048
+#: No progress within a frame, or no reader for an answer, for this long ends a connection.
+STALL_S: Final = 5.0
+HELLO_S: Final = 5.0
+#: A whole header and message must arrive within this, however slowly they trickle.
+FRAME_S: Final = 20.0
+PROGRESS_S: Final = 0.1
+SO_PEERPIDFD: Final = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer. ``raw`` follows the message; ``after`` runs once it is sent or has failed to be."""
+
+    kind: int
+    message: bytes = b""
+    raw: Sequence[memoryview] = ()
+    fds: Sequence[int] = ()
+    after: Callable[[], None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """All connections of one client process. Ends when the last closes, or the process dies."""
+
+    key: bytes
+    hello: pb.Hello
+    pid: int = 0  #: as the kernel says (unix sockets), 0 when unknown
+    pidfd: int = -1
+    opened_at: float = field(default_factory=time.monotonic)
+    used_at: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    connections: set[ServerConnection] = field(default_factory=set)
+
+
+class ServerConnection:
+    """One accepted connection, as its handlers see it."""
+
+    def __init__(self, sock: socket.socket, *, local: bool) -> None:
+        self.stream = FrameStream(sock, STALL_S, passes_fds=local)
+        self.local = local
+        self.busy_since: float | None = None
+        self.session: Session | None = None
+
+    @property
+    def owner(self) -> Session:
+        """The session; handlers run after the hello only."""
+        assert self.session is not None
+        return self.session
+
+    def receive_raw(self, views: Sequence[memoryview], deadline: float | None = None) -> None:
+        """Fill ``views`` with the request's raw bytes; a stalled sender raises :class:`Unavailable`."""
+        try:
+            self.stream.receive_raw(views, deadline)
+        except Silence as error:
+            raise Unavailable(f"the writer sent nothing for {STALL_S:.0f} s") from error
+
+    def progress(self) -> None:
+        """Tell the waiting peer that its request is being worked on."""
+        self.stream.send_if_idle(wire.Kind.PROGRESS)
+
+
+Handler = Callable[[ServerConnection, Frame], "Reply | None"]
+
+
+class ChannelServer:
+    """Serves one process's channel on TCP and, for nodes, a unix socket.
+
+    ``hello`` checks a newcomer and answers; ``ended`` is told, once, of each session's end.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[int, Handler],
+        hello: Callable[[Session], pb.HelloOk],
+        ended: Callable[[Session], None],
+        loops: Loops,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.sessions: dict[bytes, Session] = {}
+        self._handlers = dict(handlers)
+        self._hello = hello
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._connections: set[ServerConnection] = set()
+        self._listeners: list[socket.socket] = []
+        self._unix_paths: list[Path] = []
+        self._stopping = False
+        self._deaths = select.epoll()
+        self._watched: dict[int, Session] = {}
+        loops.add(Loop("channel-progress", PROGRESS_S, self._send_progress))
+        loops.add(Loop("session-deaths", 0.0, self._watch_deaths, bound_s=5.0))
+
+    # ------------------------------------------------------------------ listening
+
+    def listen_tcp(self, address: str) -> str:
+        """Listen on ``HOST:PORT`` (port 0 picks one); returns the real address."""
+        family, where = parse_address(address)
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(_bind_advice(address, error)) from error
+        host, port = listener.getsockname()[:2]
+        self._serve(listener, local=False)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def listen_unix(self, path: Path) -> None:
+        """Listen on a unix socket; a leftover file of a dead process is replaced."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        path.unlink(missing_ok=True)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+        path.chmod(0o600)
+        self._unix_paths.append(path)
+        self._serve(listener, local=True)
+
+    def _serve(self, listener: socket.socket, *, local: bool) -> None:
+        listener.listen(512)
+        self._listeners.append(listener)
+        name = "kvstrata-accept-unix" if local else "kvstrata-accept-tcp"
+        threading.Thread(target=self._accept, args=(listener, local), name=name, daemon=True).start()
+
+    def _accept(self, listener: socket.socket, local: bool) -> None:
+        while not self._stopping:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._stopping:
+                    return
+                log.error("accept failed", error=str(error))
+                if error.errno not in (errno.ECONNABORTED, errno.EINTR):
+                    time.sleep(0.05)  # out of descriptors: do not spin
+                continue
+            with self._lock:
+                full = len(self._connections) >= CONNECTIONS_MAX
+            if full:
+                self.counts["refused_connections"] += 1
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._run, args=(sock, local), name="kvstrata-connection", daemon=True
+            ).start()
+
+    # ------------------------------------------------------------------ one connection
+
+    def _run(self, sock: socket.socket, local: bool) -> None:
+        try:
+            connection = ServerConnection(sock, local=local)
+        except OSError:
+            sock.close()
+            return
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            if not local:
+                _keep_alive(sock)
+            self._greet(connection)
+            while not self._stopping:
+                self._serve_one(connection)
+        except (Unavailable, Silence):
+            self.counts["connections_ended"] += 1
+        except ProtocolError as error:
+            self.counts["malformed_frames"] += 1
+            log.warning("connection closed", reason=str(error))
+            self._try_fail(connection, 0, error)
+        except VersionMismatch as error:
+            self.counts["version_mismatches"] += 1
+            log.warning("client refused", reason=str(error))
+            self._try_fail(connection, 0, error)
+        except KVError as error:
+            self.counts["refused_hellos"] += 1
+            self._try_fail(connection, 0, error)
+        finally:
+            self._leave(connection)
+            connection.stream.close()
+
+    def _greet(self, connection: ServerConnection) -> None:
+        deadline = time.monotonic() + HELLO_S
+        frame = connection.stream.receive(deadline)
+        if frame.kind != wire.Kind.HELLO:
+            raise ProtocolError("the first frame must be a hello")
+        hello = _decode(pb.Hello, frame)
+        if hello.protocol < wire.PROTOCOL_MIN or hello.protocol_min > wire.PROTOCOL:
+            raise VersionMismatch(
+                f"{hello.software or 'the client'} speaks protocol {hello.protocol_min} to {hello.protocol}, "
+                f"this side {wire.PROTOCOL_MIN} to {wire.PROTOCOL}: upgrade the older one"
+            )
+        if len(hello.session) != 16:
+            raise ProtocolError("a session id has 16 bytes")
+        answer = self._hello(self._join(connection, hello))
+        answer.protocol = min(hello.protocol, wire.PROTOCOL)
+        connection.stream.send(wire.Kind.HELLO_OK, frame.request, answer.SerializeToString())
+
+    def _serve_one(self, connection: ServerConnection) -> None:
+        frame = self._next_frame(connection)
+        session = connection.owner
+        session.requests += 1
+        connection.busy_since = session.used_at = time.monotonic()
+        reply: Reply | None = None
+        try:
+            handler = self._handlers.get(frame.kind)
+            if handler is None:
+                raise ProtocolError(f"frame kind {frame.kind} has no meaning here")
+            reply = handler(connection, frame)
+            if connection.stream.raw_left:
+                connection.stream.skip_raw(time.monotonic() + STALL_S)
+            connection.busy_since = None
+            if reply is not None:
+                connection.stream.send(reply.kind, frame.request, reply.message, reply.raw, reply.fds)
+        except (ProtocolError, Unavailable, Silence):
+            raise
+        except KVError as error:
+            self._fail(connection, frame, error)
+        except Exception as error:  # noqa: BLE001  one request must not end the node: told, counted, logged
+            self.counts["handler_errors"] += 1
+            log.error("handler failed", kind=frame.kind, exc_info=True)
+            self._fail(connection, frame, KVError(f"internal error: {type(error).__name__}: {error}"))
+        finally:
+            connection.busy_since = None
+            if reply is not None and reply.after is not None:
+                reply.after()
+
+    def _next_frame(self, connection: ServerConnection) -> Frame:
+        """Wait, however long, for a frame to begin; once begun it must come in time."""
+        stream = connection.stream
+        while True:
+            try:
+                return stream.receive()
+            except Silence:
+                if stream.mid_frame() or self._stopping:
+                    raise
+
+    def _fail(self, connection: ServerConnection, frame: Frame, error: KVError) -> None:
+        connection.busy_since = None
+        if connection.stream.raw_left:
+            connection.stream.skip_raw(time.monotonic() + STALL_S)
+        message = pb.Failure(code=type(error).__name__, message=str(error)).SerializeToString()
+        connection.stream.send(wire.Kind.FAILURE, frame.request, message)
+
+    def _try_fail(self, connection: ServerConnection, request: int, error: KVError) -> None:
+        message = pb.Failure(code=type(error).__name__, message=str(error)).SerializeToString()
+        with contextlib.suppress(Unavailable):
+            connection.stream.send(wire.Kind.FAILURE, request, message)
+
+    # ------------------------------------------------------------------ sessions
+
+    def _join(self, connection: ServerConnection, hello: pb.Hello) -> Session:
+        pid, pidfd = _peer_process(connection) if connection.local else (0, -1)
+        with self._lock:
+            session = self.sessions.get(hello.session)
+            if session is None:
+                session = self.sessions[hello.session] = Session(hello.session, hello)
+            session.connections.add(connection)
+            connection.session = session
+            watch = pidfd >= 0 and session.pidfd < 0
+            if watch:
+                session.pid, session.pidfd = pid, pidfd
+                self._watched[pidfd] = session
+                self._deaths.register(pidfd, select.EPOLLIN)
+        if pidfd >= 0 and not watch:
+            os.close(pidfd)
+        return session
+
+    def _leave(self, connection: ServerConnection) -> None:
+        session = connection.session
+        with self._lock:
+            self._connections.discard(connection)
+            if session is None:
+                return
+            session.connections.discard(connection)
+            over = not session.connections and self.sessions.get(session.key) is session
+            if over:
+                self._forget(session)
+        if over:
+            self._ended(session)
+
+    def _forget(self, session: Session) -> None:
+        del self.sessions[session.key]
+        if session.pidfd >= 0:
+            self._watched.pop(session.pidfd, None)
+            self._deaths.unregister(session.pidfd)
+            os.close(session.pidfd)
+            session.pidfd = -1
+
+    def _watch_deaths(self) -> None:
+        """End the sessions of processes that died, though a forked child may hold their sockets."""
+        for fd, _ in self._deaths.poll(0.25):
+            with self._lock:
+                session = self._watched.get(fd)
+                connections = list(session.connections) if session else []
+                if session is not None:
+                    self._forget(session)
+            if session is not None:
+                self._ended(session)
+            for connection in connections:
+                connection.stream.close()
+
+    def _send_progress(self) -> None:
+        due = time.monotonic() - PROGRESS_S * 0.9
+        with self._lock:
+            busy = [c for c in self._connections if (since := c.busy_since) is not None and since < due]
+        for connection in busy:
+            with contextlib.suppress(Unavailable):
+                connection.progress()
+
+    # ------------------------------------------------------------------ end
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Close listeners and connections; requests in progress get ``timeout_s`` to finish."""
+        self._stopping = True
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(c.busy_since is not None for c in list(self._connections)):
+            time.sleep(0.01)
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.stream.sock.shutdown(socket.SHUT_RDWR)
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
+
+
+def _decode(message: type[pb.Hello], frame: Frame) -> pb.Hello:
+    try:
+        return message.FromString(frame.message)
+    except DecodeError as error:
+        raise ProtocolError("a hello that does not decode") from error
+
+
+def _peer_process(connection: ServerConnection) -> tuple[int, int]:
+    """(pid, pidfd) of a unix peer; pid 0 or pidfd -1 when the kernel will not say."""
+    sock = connection.stream.sock
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if pid <= 0:
+        return 0, -1
+    try:
+        return pid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        pass  # before Linux 6.5: by number, which is only safe while the peer is connected, as it is now
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        return pid, -1
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """A peer that vanished without a word ends within half a minute."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _bind_advice(address: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"{address} is in use: stop what listens there, or choose another port (0 picks a free one)"
+    return f"cannot listen on {address}: {error.strerror or error}"
