@@ -360,16 +360,18 @@ class Write(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("reserve", "region", "descriptors", "pieces")
+    __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     region: int
     descriptors: bytes
     pieces: int
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("reservation", "checksums", "mask")

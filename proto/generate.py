@@ -36,11 +36,7 @@ def generate() -> dict[str, str]:
 
 def stale(generated: dict[str, str]) -> list[str]:
     """Names of committed modules that are missing or differ from ``generated``."""
-    return [
-        name
-        for name, text in generated.items()
-        if not (HERE / name).exists() or (HERE / name).read_text() != text
-    ]
+    return [name for name, text in generated.items() if not (HERE / name).exists() or (HERE / name).read_text() != text]
 
 
 def main(arguments: list[str]) -> int:

@@ -89,9 +89,7 @@ def check_salt(cache_salt: str) -> str:
     if not isinstance(cache_salt, str):
         raise InvalidArgument(f"cache_salt must be a string, not {type(cache_salt).__name__}")
     if len(cache_salt) > SALT_CHARACTERS_MAX:
-        raise InvalidArgument(
-            f"cache_salt has {len(cache_salt)} characters: at most {SALT_CHARACTERS_MAX} are allowed"
-        )
+        raise InvalidArgument(f"cache_salt has {len(cache_salt)} characters: at most {SALT_CHARACTERS_MAX} are allowed")
     return cache_salt
 
 
@@ -104,9 +102,7 @@ def pack_hashes(hashes: bytes | bytearray | memoryview | Sequence[bytes], hash_b
     if isinstance(hashes, bytes | bytearray | memoryview):
         packed = bytes(hashes)
         if len(packed) % hash_bytes:
-            raise InvalidArgument(
-                f"packed hashes are {len(packed)} bytes: not a multiple of hash_bytes = {hash_bytes}"
-            )
+            raise InvalidArgument(f"packed hashes are {len(packed)} bytes: not a multiple of hash_bytes = {hash_bytes}")
         return packed
     for position, item in enumerate(hashes):
         if len(item) != hash_bytes:

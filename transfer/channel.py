@@ -28,6 +28,8 @@ from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Sil
 SILENCE_S: Final = 0.25
 CONNECT_S: Final = 0.25
 CONNECTIONS_MAX: Final = 16
+#: An answer is polled for this long before the thread sleeps: waking up costs more than most answers take.
+SPIN_S: Final = 50e-6
 SOFTWARE: Final = "kvstrata 0.1.0"
 UNIX_PREFIX: Final = "unix:"
 
@@ -97,6 +99,7 @@ class Connection:
         self.hello = pb.HelloOk()
         self.silence_s = silence_s
         self.broken = False
+        self.spins = (os.cpu_count() or 1) > 1
         self._request = 0
         _open_connections.add(self)
 
@@ -143,24 +146,38 @@ class Connection:
         *,
         raw: Sequence[memoryview] = (),
         fds: Sequence[int] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> Frame:
         """Send one request and read its answer; raw bytes of the answer stay in ``stream``.
 
-        Raises :class:`Unavailable` on silence, a broken connection or a passed ``deadline``
-        (monotonic seconds), and whatever error a Failure frame names.
+        ``meanwhile`` runs between the two, while the peer is at work. Raises :class:`Unavailable` on
+        silence, a broken connection or a passed ``deadline`` (monotonic seconds), and whatever error
+        a Failure frame names.
         """
         self._request = (self._request + 1) & 0xFFFFFFFF
         left = self.silence_s if deadline is None else deadline - time.monotonic()
         if left < self.silence_s:
             return self._call_shortly(kind, message, left, raw, fds)
-        with self._breaking():
+        try:
             self.stream.send(kind, self._request, message, raw, fds)
+            if meanwhile is not None:
+                meanwhile()
+            elif self.spins and not raw:
+                self.stream.spin(SPIN_S)
             return self._answer(deadline)
+        except Silence as error:
+            raise self._silent() from error
+        except (Disconnected, Silent, Late, ProtocolError):
+            self.broken = True
+            raise
 
     def tell(self, kind: int, message: bytes) -> None:
         """Send a one-way frame."""
-        with self._breaking():
+        try:
             self.stream.send(kind, 0, message)
+        except Unavailable:
+            self.broken = True
+            raise
 
     def receive_raw(
         self,
@@ -169,8 +186,17 @@ class Connection:
         filled: Callable[[int], None] | None = None,
     ) -> None:
         """Fill ``views`` with the last answer's raw bytes; silence counts as in :meth:`call`."""
-        with self._breaking():
+        try:
             self.stream.receive_raw(views, deadline, filled)
+        except Silence as error:
+            raise self._silent() from error
+        except (Disconnected, Silent, Late, ProtocolError):
+            self.broken = True
+            raise
+
+    def _silent(self) -> Silent:
+        self.broken = True
+        return Silent(f"silent for {self.silence_s * 1e3:.0f} ms")
 
     def _call_shortly(
         self, kind: int, message: bytes, left_s: float, raw: Sequence[memoryview], fds: Sequence[int]
@@ -180,17 +206,22 @@ class Connection:
             raise Late("the deadline passed before the request was sent")
         self.stream.set_silence(left_s)
         try:
-            with self._breaking():
-                self.stream.send(kind, self._request, message, raw, fds)
-                frame = self._answer(None)
-        except Silent as error:
+            self.stream.send(kind, self._request, message, raw, fds)
+            frame = self._answer(None)
+        except (Silence, Silent) as error:
+            self.broken = True
             raise Late(f"no answer within the {left_s * 1e3:.0f} ms that were left") from error
+        except (Disconnected, Late, ProtocolError):
+            self.broken = True
+            raise
         self.stream.set_silence(self.silence_s)
         return frame
 
     def _answer(self, deadline: float | None) -> Frame:
         while True:
             frame = self.stream.receive(deadline)
+            if frame.request == self._request and frame.kind != wire.Kind.FAILURE:
+                return frame
             if frame.kind == wire.Kind.PROGRESS:
                 if deadline is not None and time.monotonic() > deadline:
                     raise Late("still at work when the deadline passed")
@@ -198,21 +229,7 @@ class Connection:
             if frame.kind == wire.Kind.FAILURE:
                 failure = expect(pb.Failure, frame, wire.Kind.FAILURE)
                 raise from_code(failure.code, failure.message)
-            if frame.request != self._request:
-                raise ProtocolError(f"answer to request {frame.request}, expected {self._request}")
-            return frame
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Whatever leaves the stream between frames makes the connection unusable."""
-        try:
-            yield
-        except Silence as error:
-            self.broken = True
-            raise Silent(f"silent for {self.silence_s * 1e3:.0f} ms") from error
-        except (Disconnected, Silent, Late, ProtocolError):
-            self.broken = True
-            raise
+            raise ProtocolError(f"answer to request {frame.request}, expected {self._request}")
 
     def close(self) -> None:
         self.broken = True
@@ -238,8 +255,9 @@ class Channel:
 
     ``addresses`` are tried in order (a unix socket before the same node's TCP port). A call made on an
     idle connection that turns out closed is repeated once on a fresh one: the request never reached a
-    living peer. With ``self_probing`` a caller makes the probe that closes an open breaker; without it
-    the owner must call :meth:`probe` now and then, and no caller ever waits for a dead peer.
+    living peer. ``accept`` may refuse a peer by its hello (another incarnation). With
+    ``self_probing`` a caller makes the probe that closes an open breaker; without it the owner must
+    call :meth:`probe` now and then, and no caller ever waits for a dead peer.
     """
 
     def __init__(
@@ -247,6 +265,7 @@ class Channel:
         addresses: Sequence[str],
         identity: Identity,
         *,
+        accept: Callable[[pb.HelloOk], None] = lambda _: None,
         silence_s: float = SILENCE_S,
         connections_max: int = CONNECTIONS_MAX,
         self_probing: bool = True,
@@ -257,24 +276,38 @@ class Channel:
         self.breaker = Breaker()
         self.hello: pb.HelloOk | None = None
         self.address = self.addresses[0]
+        self._accept = accept
         self._self_probing = self_probing
+        self._connections_max = connections_max
         self._free: list[Connection] = []
-        self._slots = threading.BoundedSemaphore(connections_max)
-        self._lock = threading.Lock()
+        self._in_use = 0
+        self._freed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, kind: int, message: bytes, deadline: float) -> Frame:
+    def call(self, kind: int, message: bytes, deadline: float, *, meanwhile: Callable[[], None] | None = None) -> Frame:
         """One request, one answer without raw bytes. Raises as :meth:`Connection.call`."""
-        with self.exchange(kind, message, deadline) as (_, frame):
-            return frame
+        connection, reused = self._checkout(deadline)
+        try:
+            return self._attempt(connection, reused, kind, message, deadline, (), meanwhile)
+        except (Disconnected, Silent) as error:
+            self.failed(str(error))
+            raise
+        finally:
+            self._checkin(connection)
 
     def tell(self, kind: int, message: bytes, deadline: float) -> None:
         """A one-way message."""
-        with self._held(deadline) as (connection, _):
+        connection, _ = self._checkout(deadline)
+        try:
             connection.tell(kind, message)
+        except (Disconnected, Silent) as error:
+            self.failed(str(error))
+            raise
+        finally:
+            self._checkin(connection)
 
     @contextlib.contextmanager
     def exchange(
@@ -284,23 +317,40 @@ class Channel:
 
         The connection is the caller's until the block ends. Raw bytes left unread close it.
         """
-        with self._held(deadline) as (connection, reused):
-            try:
-                frame = connection.call(kind, message, deadline, raw=raw)
-            except Disconnected:
-                if not reused:
-                    raise
-                connection.stream.close()
-                connection = self._replace(connection)
-                frame = connection.call(kind, message, deadline, raw=raw)
-            yield connection, frame
+        connection, reused = self._checkout(deadline)
+        try:
+            yield connection, self._attempt(connection, reused, kind, message, deadline, raw, None)
+        except (Disconnected, Silent) as error:
+            self.failed(str(error))
+            raise
+        finally:
+            self._checkin(connection)
+
+    def _attempt(
+        self,
+        connection: Connection,
+        reused: bool,
+        kind: int,
+        message: bytes,
+        deadline: float,
+        raw: Sequence[memoryview],
+        meanwhile: Callable[[], None] | None,
+    ) -> Frame:
+        try:
+            return connection.call(kind, message, deadline, raw=raw, meanwhile=meanwhile)
+        except Disconnected:
+            if not reused:
+                raise
+        connection.stream.close()
+        self._replace(connection)
+        return connection.call(kind, message, deadline, raw=raw, meanwhile=meanwhile)
 
     # ------------------------------------------------------------------ health
 
     def failed(self, reason: str) -> None:
         """Open the breaker; idle connections are closed (they lead to the same peer)."""
         self.breaker.failed(time.monotonic(), reason)
-        with self._lock:
+        with self._freed:
             idle, self._free = self._free, []
         for connection in idle:
             connection.close()
@@ -320,47 +370,45 @@ class Channel:
 
     # ------------------------------------------------------------------ connections
 
-    @contextlib.contextmanager
-    def _held(self, deadline: float) -> Iterator[tuple[Connection, bool]]:
-        connection, reused = self._checkout(deadline)
-        try:
-            yield connection, reused
-        except (Disconnected, Silent) as error:
-            self.failed(str(error))
-            raise
-        finally:
-            self._checkin(connection)
-
     def _checkout(self, deadline: float) -> tuple[Connection, bool]:
-        self._check_usable()
-        now = time.monotonic()
-        if not self.breaker.closed and not (self._self_probing and self.breaker.due(now)):
-            raise Unavailable(f"{self.address}: {self.breaker.reason} (breaker open)")
-        if not self._slots.acquire(timeout=max(0.0, deadline - now)):
-            raise Busy(f"{self.address}: all connections are in use; the deadline passed waiting for one")
+        """Take an idle connection, or open one; (connection, whether it was idle)."""
+        if self._closed or self._pid != os.getpid():
+            self._refuse_use()
+        breaker = self.breaker
+        if breaker.open_since is not None and not (self._self_probing and breaker.due(time.monotonic())):
+            raise Unavailable(f"{self.address}: {breaker.reason} (breaker open)")
+        with self._freed:
+            while self._in_use >= self._connections_max:
+                if not self._freed.wait(deadline - time.monotonic()):
+                    raise Busy(f"{self.address}: all connections are in use; the deadline passed waiting for one")
+            self._in_use += 1
+            if self._free:
+                return self._free.pop(), True
         try:
-            with self._lock:
-                if self._free:
-                    return self._free.pop(), True
             connection = self._open()
         except BaseException as error:
-            self._slots.release()
-            if isinstance(error, Unavailable):
+            self._give_back(None)
+            if isinstance(error, Disconnected | Silent):
                 self.failed(str(error))
             raise
-        self.breaker.succeeded()
+        breaker.succeeded()
         return connection, False
 
     def _checkin(self, connection: Connection) -> None:
-        with self._lock:
-            keep = not (connection.broken or connection.stream.raw_left or self._closed)
-            if keep:
-                self._free.append(connection)
+        keep = not (connection.broken or connection.stream.raw_left or self._closed)
+        self._give_back(connection if keep else None)
         if not keep:
             connection.close()
-        self._slots.release()
+
+    def _give_back(self, connection: Connection | None) -> None:
+        with self._freed:
+            if connection is not None:
+                self._free.append(connection)
+            self._in_use -= 1
+            self._freed.notify()
 
     def _open(self) -> Connection:
+        """Try each address; a silent peer is not tried again at another of its addresses."""
         problem: Unavailable | None = None
         for address in self.addresses:
             try:
@@ -370,27 +418,30 @@ class Channel:
             except Unavailable as error:
                 problem = error
                 continue
+            try:
+                self._accept(connection.hello)
+            except BaseException:
+                connection.close()
+                raise
             self.address, self.hello = address, connection.hello
             return connection
         assert problem is not None
         raise problem
 
-    def _replace(self, connection: Connection) -> Connection:
+    def _replace(self, connection: Connection) -> None:
         """Give a dead idle connection a fresh stream; its holder keeps the object."""
         fresh = self._open()
         connection.stream, connection.hello, connection.broken = fresh.stream, fresh.hello, False
         connection._request = fresh._request
-        return connection
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise Closed(f"the channel to {self.address} is closed")
+    def _refuse_use(self) -> None:
         if self._pid != os.getpid():
             raise Closed("this channel belongs to the parent process: open a new client after fork")
+        raise Closed(f"the channel to {self.address} is closed")
 
     def close(self) -> None:
         """Close idle connections now, those in use as they come back. Safe twice."""
-        with self._lock:
+        with self._freed:
             self._closed = True
             idle, self._free = self._free, []
         for connection in idle:

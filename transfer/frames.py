@@ -162,6 +162,21 @@ class FrameStream:
         self.raw_left = header.raw_bytes
         return Frame(header.kind, header.request, message, header.raw_bytes)
 
+    def spin(self, spin_s: float) -> None:
+        """Poll for the first bytes of an answer for at most ``spin_s``; reads what is there."""
+        if self._end > self._start:
+            return
+        until = time.perf_counter() + spin_s
+        while True:
+            try:
+                self._start, self._end = 0, self.sock.recv_into(self._view, 0, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                if time.perf_counter() > until:
+                    return
+            except OSError as error:
+                raise _lost(error) from error
+
     def mid_frame(self) -> bool:
         """True when part of a frame has been read and the rest has not come."""
         return self._end > self._start

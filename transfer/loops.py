@@ -22,9 +22,7 @@ class Loop:
     ``wake()`` runs the next turn now. A turn must itself be bounded in time.
     """
 
-    def __init__(
-        self, name: str, period_s: float, turn: Callable[[], None], *, bound_s: float | None = None
-    ) -> None:
+    def __init__(self, name: str, period_s: float, turn: Callable[[], None], *, bound_s: float | None = None) -> None:
         self.name = name
         self.period_s = period_s
         self.bound_s = bound_s if bound_s is not None else max(1.0, 5 * period_s)
@@ -68,7 +66,7 @@ class Loop:
             try:
                 self._turn()
                 self.last_error = ""
-            except Exception as error:  # noqa: BLE001  a loop must outlive any turn; health and the log say so
+            except Exception as error:
                 self.failures += 1
                 self.last_error = f"{type(error).__name__}: {error}"
                 log.error("loop turn failed", loop=self.name, failures=self.failures, exc_info=True)

@@ -46,9 +46,7 @@ class Region:
         """Row i of a C-contiguous [n, block_bytes] array is block i; a shorter tail is left out."""
         count = self.nbytes // namespace.block_bytes
         if count == 0:
-            raise InvalidArgument(
-                f"the region has {self.nbytes} bytes: not one block of {namespace.block_bytes}"
-            )
+            raise InvalidArgument(f"the region has {self.nbytes} bytes: not one block of {namespace.block_bytes}")
         table = np.empty((count, 1, 2), np.int64)
         table[:, 0, 0] = np.arange(count, dtype=np.int64) * namespace.block_bytes
         table[:, 0, 1] = namespace.block_bytes
@@ -79,6 +77,12 @@ class Region:
             )
         return BlockView(self, table, namespace.block_bytes)
 
+    def close(self) -> None:
+        """Not usable for new transfers; its own memory goes when nobody holds an array over it."""
+        if not self.closed and self.memfd >= 0:
+            os.close(self.memfd)
+        self.closed = True
+
     def check_open(self) -> None:
         if self.closed:
             raise Closed("the region was unregistered")
@@ -104,7 +108,7 @@ class BlockView:
 
     @property
     def pieces(self) -> int:
-        return self.table.shape[1]
+        return int(self.table.shape[1])
 
     def addresses(self) -> npt.NDArray[np.int64]:
         """Absolute (address, length) of every piece, int64 [n * pieces, 2]."""

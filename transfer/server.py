@@ -29,7 +29,7 @@ from kvstrata.proto.errors import ConfigError, KVError, ProtocolError, Unavailab
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.channel import parse_address
 from kvstrata.transfer.frames import Frame, FrameStream, Silence
-from kvstrata.transfer.loops import Loops, Loop
+from kvstrata.transfer.loops import Loop, Loops
 
 log = get_logger(__name__)
 
@@ -178,9 +178,7 @@ class ChannelServer:
                 self.counts["refused_connections"] += 1
                 sock.close()
                 continue
-            threading.Thread(
-                target=self._run, args=(sock, local), name="kvstrata-connection", daemon=True
-            ).start()
+            threading.Thread(target=self._run, args=(sock, local), name="kvstrata-connection", daemon=True).start()
 
     # ------------------------------------------------------------------ one connection
 
@@ -252,7 +250,7 @@ class ChannelServer:
             raise
         except KVError as error:
             self._fail(connection, frame, error)
-        except Exception as error:  # noqa: BLE001  one request must not end the node: told, counted, logged
+        except Exception as error:
             self.counts["handler_errors"] += 1
             log.error("handler failed", kind=frame.kind, exc_info=True)
             self._fail(connection, frame, KVError(f"internal error: {type(error).__name__}: {error}"))

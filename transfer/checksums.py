@@ -1,0 +1,58 @@
+"""xxh3 checksums of blocks in a region, whole or in pieces, and the choice of which to verify."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstrata.transfer.base import Verify
+from kvstrata.transfer.regions import BlockView
+
+#: With ``verify="sample"``, one block in this many is hashed.
+SAMPLE_ONE_IN: Final = 32
+
+_digest = xxhash.xxh3_64_intdigest
+
+
+def block_checksum(blocks: BlockView, index: int) -> int:
+    """xxh3_64 over the pieces of block ``index``, in order."""
+    data = memoryview(blocks.region.bytes)  # type: ignore[arg-type]
+    pieces = blocks.table[index]
+    if len(pieces) == 1:
+        start, length = pieces[0].tolist()
+        return _digest(data[start : start + length])
+    state = xxhash.xxh3_64()
+    for start, length in pieces.tolist():
+        state.update(data[start : start + length])
+    return state.intdigest()
+
+
+def checksums(blocks: BlockView) -> npt.NDArray[np.uint64]:
+    """One checksum a block, u64[n]."""
+    out = np.empty(len(blocks), np.uint64)
+    for index in range(len(blocks)):
+        out[index] = block_checksum(blocks, index)
+    return out
+
+
+class Sampler:
+    """Which of n blocks a read verifies, under one policy."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, count: int, verify: Verify) -> range | list[int]:
+        """Positions to hash: all, about one in ``SAMPLE_ONE_IN``, or none."""
+        if verify == "always":
+            return range(count)
+        if verify == "never":
+            return []
+        draw = self._random.random
+        if count <= SAMPLE_ONE_IN:
+            return [int(draw() * count)] if draw() * SAMPLE_ONE_IN < count else []
+        start = int(draw() * SAMPLE_ONE_IN)
+        return range(start, count, SAMPLE_ONE_IN)

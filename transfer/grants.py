@@ -1,0 +1,56 @@
+"""The answer to an acquire, as arrays over the granted blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import ProtocolError
+from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.slabs import Slab
+
+_LOADED = int(BlockStatus.LOADED)
+
+#: Taken off every lease before it is believed: clocks are read at different moments.
+LEASE_MARGIN_S: Final = 0.005
+
+
+class Granted:
+    """``status`` u8[asked]; all other arrays run over the granted ``positions``.
+
+    ``expires`` is in this process's monotonic seconds: the lease counted from before the request was
+    sent, less a margin, so it never outlives the node's own view of it. Inline answers have no slots.
+    """
+
+    __slots__ = (
+        "checksum", "count", "delta_seq", "expires", "generation", "lease", "lease_s",
+        "offset", "positions", "slab", "slot", "status", "tier",
+    )  # fmt: skip
+
+    def __init__(self, reply: pb.AcquireOk, sent: float, asked: int) -> None:
+        self.status = np.frombuffer(bytearray(reply.status), np.uint8)
+        if len(self.status) != asked:
+            raise ProtocolError(f"the node answered {len(self.status)} statuses for {asked} blocks")
+        self.positions = np.flatnonzero(self.status == _LOADED)
+        self.count = len(self.positions)
+        self.tier = np.frombuffer(reply.tier, np.uint8)
+        self.slab = np.frombuffer(reply.slab, np.uint32)
+        self.slot = np.frombuffer(reply.slot, np.uint32)
+        self.offset = np.frombuffer(reply.offset, np.uint64)
+        self.generation = np.frombuffer(reply.generation, np.uint64)
+        self.checksum = np.frombuffer(reply.checksum, np.uint64)
+        self.lease = reply.lease
+        self.lease_s = reply.lease_ms / 1e3
+        self.expires = sent + self.lease_s - LEASE_MARGIN_S
+        self.delta_seq = reply.delta_seq
+        if len(self.checksum) != self.count or len(self.tier) != self.count:
+            raise ProtocolError(f"the node granted {self.count} blocks and described {len(self.checksum)}")
+
+    def addresses(self, slabs: Mapping[int, Slab]) -> npt.NDArray[np.int64]:
+        """Where each granted block lies in this process, i64[count]."""
+        base = np.array([slabs[index].address for index in self.slab.tolist()], np.int64)
+        return base + self.offset.astype(np.int64)

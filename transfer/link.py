@@ -1,0 +1,118 @@
+"""What every peer has, however the bytes move: a channel to the node, namespace handles, leases to return."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, Unavailable
+from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.base import Endpoint, Push, StatusArray
+from kvstrata.transfer.channel import Channel, Identity, expect
+from kvstrata.transfer.frames import Disconnected, Late
+
+#: Leases handed back in one message.
+RELEASES_MAX: Final = 4096
+UPKEEP_S: Final = 0.25
+
+
+class NodeLink:
+    """Control side of a peer. Thread-safe: the deque's ends are atomic, handles are idempotent."""
+
+    def __init__(self, endpoint: Endpoint, addresses: Sequence[str], identity: Identity) -> None:
+        self.endpoint = endpoint
+        self.channel = Channel(addresses, identity, accept=self._same_incarnation, self_probing=False)
+        self._handles: dict[Namespace, int] = {}
+        self._releases: deque[int] = deque()
+
+    def handle(self, namespace: Namespace, deadline: float) -> int:
+        """The node's handle of a namespace; one round trip the first time."""
+        handle = self._handles.get(namespace)
+        if handle is None:
+            message = pb.OpenNamespace(spec=namespace.to_spec()).SerializeToString()
+            reply = self.channel.call(Kind.OPEN_NAMESPACE, message, deadline)
+            handle = self._handles[namespace] = expect(pb.NamespaceHandle, reply, Kind.NAMESPACE_HANDLE).handle
+        return handle
+
+    def reserve(self, request: Push) -> pb.Reserve:
+        """The first half of a write, as a message."""
+        return pb.Reserve(
+            ns=self.handle(request.namespace, request.deadline),
+            salt=request.salt,
+            hashes=request.hashes,
+            parent=request.parent,
+            first_index=request.first_index,
+            deadline_ms=max(1, int((request.deadline - time.monotonic()) * 1e3)),
+            epoch=request.epoch,
+            releases=self.take_releases(),
+        )
+
+    # ------------------------------------------------------------------ leases
+
+    def give_back(self, lease: int) -> None:
+        """The lease ends with the next message to the node, or with the next upkeep."""
+        self._releases.append(lease)
+
+    def take_releases(self) -> bytes:
+        """Packed u64 leases for a message's ``releases`` field; the message must be sent."""
+        releases = self._releases
+        if not releases:
+            return b""
+        taken: list[int] = []
+        with suppress(IndexError):
+            while len(taken) < RELEASES_MAX:
+                taken.append(releases.popleft())
+        return np.asarray(taken, np.uint64).tobytes()
+
+    def upkeep(self) -> None:
+        """Return leases nobody's message has carried, and probe an open breaker."""
+        self.channel.probe()
+        if self._releases and self.channel.breaker.closed:
+            message = pb.Release(leases=self.take_releases()).SerializeToString()
+            with suppress(Unavailable, Busy):  # a node that is gone has no leases to end
+                self.channel.tell(Kind.RELEASE, message, time.monotonic() + UPKEEP_S)
+
+    def _same_incarnation(self, hello: pb.HelloOk) -> None:
+        expected = self.endpoint.incarnation
+        if expected and hello.incarnation != expected:
+            raise Disconnected(f"node {hello.node_id} was restarted: its old blocks are gone")
+
+    def close(self) -> None:
+        self.upkeep_once_more()
+        self.channel.close()
+
+    def upkeep_once_more(self) -> None:
+        with suppress(KVError):
+            self.upkeep()
+
+
+def undecided(count: int) -> StatusArray:
+    return np.zeros(count, np.uint8)
+
+
+def settle(status: StatusArray, error: KVError) -> None:
+    """Give every undecided position the status an error stands for; refusals of the call are raised."""
+    if isinstance(error, Late):
+        code = BlockStatus.LATE
+    elif isinstance(error, LeaseExpired):
+        code = BlockStatus.LEASE_LOST
+    elif isinstance(error, Corrupt):
+        code = BlockStatus.CORRUPT
+    elif isinstance(error, Busy):
+        code = BlockStatus.LATE
+    elif isinstance(error, Unavailable):
+        code = BlockStatus.NODE_LOST
+    elif isinstance(error, Refused):
+        raise error
+    else:
+        code = BlockStatus.REFUSED
+    status[status == BlockStatus.UNKNOWN] = code
+    status[status == BlockStatus.RESERVED] = code

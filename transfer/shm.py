@@ -1,0 +1,241 @@
+"""Same-host transport: the client copies out of the node's sealed slabs; the node pulls stores.
+
+A load is one channel round trip (acquire) and one copy, with no node CPU for the bytes. A store is one
+round trip in which the node copies out of memory the client registered (a memfd it maps, or
+``process_vm_readv``), while the client hashes the same bytes, and one to commit; small stores carry
+their checksums and commit in the first. Memory the node can neither map nor read is staged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import Busy, InvalidArgument, KVError, Unavailable
+from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed, StatusArray
+from kvstrata.transfer.channel import Identity, boot_id, expect
+from kvstrata.transfer.checksums import Sampler, block_checksum, checksums
+from kvstrata.transfer.copier import copy_into, copy_one
+from kvstrata.transfer.grants import Granted
+from kvstrata.transfer.link import NodeLink, settle, undecided
+from kvstrata.transfer.regions import BlockView, Region
+from kvstrata.transfer.slabs import SlabMap
+from kvstrata.transfer.stage import Stage
+from kvstrata.transfer.views import ShmLease
+
+#: Stores up to this size are hashed first and commit in the same round trip.
+COMMIT_AT_ONCE_BYTES: Final = 256 << 10
+
+_LOADED = int(BlockStatus.LOADED)
+_RESERVED = int(BlockStatus.RESERVED)
+
+
+class ShmTransport:
+    """Reaches nodes of this boot whose unix socket is visible from here."""
+
+    name = "shm"
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._boot_id = boot_id()
+        self._peers: list[ShmPeer] = []
+
+    def reaches(self, endpoint: Endpoint) -> bool:
+        return bool(endpoint.unix_path) and endpoint.boot_id == self._boot_id and Path(endpoint.unix_path).exists()
+
+    def connect(self, endpoint: Endpoint) -> ShmPeer:
+        peer = ShmPeer(endpoint, self._identity)
+        self._peers.append(peer)
+        return peer
+
+    def register(self, region: Region) -> None:
+        """Nothing now: each node is told of a region when a store first names it."""
+
+    def unregister(self, region: Region) -> None:
+        for peer in self._peers:
+            peer.forget(region)
+
+    def close(self) -> None:
+        self._peers.clear()
+
+
+class ShmPeer:
+    """One node on this host."""
+
+    transport = "shm"
+
+    def __init__(self, endpoint: Endpoint, identity: Identity) -> None:
+        self.endpoint = endpoint
+        self.link = NodeLink(endpoint, [f"unix:{endpoint.unix_path}"], identity)
+        self.slabs = SlabMap(endpoint.unix_path, identity, endpoint.incarnation)
+        self.tamper: Callable[[BlockView, int], None] | None = None
+        self._sampler = Sampler()
+        self._methods: dict[int, str] = {}
+        self._stage = Stage()
+        self._views: set[ShmLease] = set()
+
+    # ------------------------------------------------------------------ reading
+
+    def fetch(self, request: Fetch) -> Fetched:
+        count = len(request.blocks)
+        status, tier = undecided(count), np.zeros(count, np.uint8)
+        sequence = 0
+        try:
+            granted = self._acquire(request.namespace, request.salt, request.hashes, request.deadline)
+            status, sequence = granted.status, granted.delta_seq
+            if granted.count:
+                tier[granted.positions] = granted.tier
+                self._copy_out(request, granted, status)
+        except KVError as error:
+            settle(status, error)
+        moved = int(np.count_nonzero(status == _LOADED)) * request.namespace.block_bytes
+        return Fetched(status, tier, sequence, moved)
+
+    def _acquire(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Granted:
+        link = self.link
+        message = pb.Acquire(
+            ns=link.handle(namespace, deadline),
+            salt=salt,
+            hashes=hashes,
+            deadline_ms=max(1, int((deadline - time.monotonic()) * 1e3)),
+            releases=link.take_releases(),
+        ).SerializeToString()
+        sent = time.monotonic()
+        reply = expect(pb.AcquireOk, link.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK)
+        return Granted(reply, sent, len(hashes) // namespace.hash_bytes)
+
+    def _copy_out(self, request: Fetch, granted: Granted, status: StatusArray) -> None:
+        whole = granted.count == len(request.blocks)
+        blocks = request.blocks if whole else request.blocks[granted.positions]
+        try:
+            slabs = self.slabs.ensure(set(granted.slab.tolist()))
+            if granted.count == 1 and blocks.pieces == 1:
+                to = int(blocks.table[0, 0, 0]) + blocks.region.address
+                copy_one(to, slabs[int(granted.slab[0])].address + int(granted.offset[0]), blocks.block_bytes)
+            else:
+                copy_into(blocks, granted.addresses(slabs))
+            if self.tamper is not None:
+                for index in range(len(blocks)):
+                    self.tamper(blocks, index)
+            self._check(request, granted, blocks, status)
+        finally:
+            self.link.give_back(granted.lease)
+
+    def _check(self, request: Fetch, granted: Granted, blocks: BlockView, status: StatusArray) -> None:
+        """The bytes count only if the lease still stood, the slots are unchanged, and samples match."""
+        for index in self._sampler.choose(granted.count, request.verify):
+            if block_checksum(blocks, index) != int(granted.checksum[index]):
+                status[granted.positions[index]] = BlockStatus.CORRUPT
+        changed = self.changed(granted)
+        if time.monotonic() > granted.expires:
+            status[granted.positions] = BlockStatus.LEASE_LOST
+        elif changed:
+            status[granted.positions[changed]] = BlockStatus.LEASE_LOST
+
+    def changed(self, granted: Granted) -> list[int]:
+        get = self.slabs.get
+        rows = zip(granted.slab.tolist(), granted.slot.tolist(), granted.generation.tolist(), strict=True)
+        return [i for i, (slab, slot, generation) in enumerate(rows) if get(slab).generations[slot] != generation]
+
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> ShmLease:
+        """Lease blocks and hand out read-only arrays over them, without copying."""
+        granted = self._acquire(namespace, salt, hashes, deadline)
+        arrays: list[npt.NDArray[np.uint8] | None] = [None] * len(granted.status)
+        if granted.count:
+            slabs = self.slabs.ensure(set(granted.slab.tolist()))
+            rows = zip(granted.positions.tolist(), granted.slab.tolist(), granted.offset.tolist(), strict=True)
+            for position, slab, offset in rows:
+                arrays[position] = slabs[slab].bytes[offset : offset + namespace.block_bytes]
+        lease = ShmLease(self, granted, arrays)
+        self._views.add(lease)
+        return lease
+
+    # ------------------------------------------------------------------ writing
+
+    def push(self, request: Push) -> Pushed:
+        status = undecided(len(request.blocks))
+        try:
+            method = self.method(request.blocks.region)
+            if method:
+                self.pull(request, status)
+            else:
+                self._stage.push(self, request, status)
+        except KVError as error:
+            settle(status, error)
+        moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
+        return Pushed(status, moved)
+
+    def pull(self, request: Push, status: StatusArray) -> None:
+        try:
+            self._pull_once(request, status)
+        except InvalidArgument as error:
+            if "region" not in str(error):
+                raise
+            self._methods.pop(request.blocks.region.id, None)  # the node forgot our session: a broken link
+            self.method(request.blocks.region)
+            self._pull_once(request, status)
+
+    def _pull_once(self, request: Push, status: StatusArray) -> None:
+        link, blocks = self.link, request.blocks
+        at_once = len(blocks) * blocks.block_bytes <= COMMIT_AT_ONCE_BYTES
+        message = pb.Pull(
+            reserve=link.reserve(request),
+            region=blocks.region.id,
+            descriptors=blocks.table.tobytes(),
+            pieces=blocks.pieces,
+            checksums=checksums(blocks).tobytes() if at_once else b"",
+        ).SerializeToString()
+        hashed: list[npt.NDArray[np.uint64]] = []
+        meanwhile = None if at_once else lambda: hashed.append(checksums(blocks))
+        frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
+        reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
+        status[:] = np.frombuffer(reply.status, np.uint8)
+        granted = np.flatnonzero(status == _RESERVED)
+        if not len(granted):
+            return
+        commit = pb.Commit(reservation=reply.reservation, checksums=hashed[-1][granted].tobytes())
+        frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
+        status[granted] = np.frombuffer(expect(pb.CommitOk, frame, Kind.COMMIT_OK).status, np.uint8)
+
+    def method(self, region: Region) -> str:
+        """How the node reads a region: asked once a region, "" means staging."""
+        method = self._methods.get(region.id)
+        if method is None:
+            method = self._methods[region.id] = self.slabs.register(region)
+        return method
+
+    def forget(self, region: Region) -> None:
+        if self._methods.pop(region.id, ""):
+            try:
+                self.slabs.unregister(region)
+            except (Unavailable, Busy):
+                return  # the node drops regions with the session
+
+    # ------------------------------------------------------------------ upkeep
+
+    def reachable(self) -> bool:
+        return self.link.channel.breaker.closed
+
+    def upkeep(self) -> None:
+        self.link.upkeep()
+        for lease in list(self._views):
+            lease.renew_if_due()
+
+    def drop_view(self, lease: ShmLease) -> None:
+        self._views.discard(lease)
+
+    def close(self) -> None:
+        for lease in list(self._views):
+            lease.close()
+        self.link.close()
+        self.slabs.close()
+        self._stage.close()

@@ -1,0 +1,119 @@
+"""A node's slabs as a client on the same host maps them: read-only, once, by descriptor passing."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from typing import Final
+
+import numpy as np
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import ProtocolError
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.frames import FDS_MAX, Disconnected
+from kvstrata.transfer.regions import Region
+
+MAP_S: Final = 2.0
+
+
+class Slab:
+    """One mapped slab: its address, a flat u8 view, and the generation table (u64 a slot)."""
+
+    __slots__ = ("address", "bytes", "generations")
+
+    def __init__(self, fd: int, length: int, slots: int) -> None:
+        mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        self.bytes = np.frombuffer(mapping, np.uint8)
+        self.address = self.bytes.ctypes.data
+        self.generations = memoryview(mapping)[: 8 * slots].cast("Q")
+
+
+class SlabMap:
+    """Slabs of one incarnation of one node, mapped as reads first name them.
+
+    Also the way to register regions with that node, since both need descriptors passed over the unix
+    socket. The connection is opened when first needed and stays, so that the session lives with it.
+    """
+
+    def __init__(self, unix_path: str, identity: Identity, incarnation: int) -> None:
+        self._address = f"unix:{unix_path}"
+        self._identity = identity
+        self._incarnation = incarnation
+        self._slabs: dict[int, Slab] = {}
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> Slab:
+        """The slab, mapped now if it was not. Raises :class:`Unavailable`."""
+        slab = self._slabs.get(index)
+        return slab if slab is not None else self._map([index])[index]
+
+    def ensure(self, indexes: set[int]) -> dict[int, Slab]:
+        """All slabs by index, with ``indexes`` among them."""
+        missing = indexes - self._slabs.keys()
+        return self._map(sorted(missing)) if missing else self._slabs
+
+    def register(self, region: Region) -> str:
+        """Tell the node of a region; returns how it will read it: "map", "vm" or "" (not at all)."""
+        message = pb.RegisterRegion(
+            region=region.id, address=region.address, length=region.nbytes, memfd=region.memfd >= 0
+        )
+        fds = [region.memfd] if region.memfd >= 0 else []
+        with self._lock:
+            reply = self._connected().call(
+                Kind.REGISTER_REGION, message.SerializeToString(), time.monotonic() + MAP_S, fds=fds
+            )
+        return expect(pb.RegisterRegionOk, reply, Kind.REGISTER_REGION_OK).method
+
+    def unregister(self, region: Region) -> None:
+        message = pb.UnregisterRegion(region=region.id)
+        with self._lock:
+            self._connected().call(Kind.UNREGISTER_REGION, message.SerializeToString(), time.monotonic() + MAP_S)
+
+    def _map(self, indexes: list[int]) -> dict[int, Slab]:
+        with self._lock:
+            for start in range(0, len(indexes), FDS_MAX):
+                self._map_some([i for i in indexes[start : start + FDS_MAX] if i not in self._slabs])
+        return self._slabs
+
+    def _map_some(self, indexes: list[int]) -> None:
+        if not indexes:
+            return
+        wanted = np.asarray(indexes, np.uint32).tobytes()
+        connection = self._connected()
+        frame = connection.call(Kind.MAP_SLABS, pb.MapSlabs(slabs=wanted).SerializeToString(), time.monotonic() + MAP_S)
+        fds = connection.stream.take_fds()
+        try:
+            reply = expect(pb.MapSlabsOk, frame, Kind.MAP_SLABS_OK)
+            got = np.frombuffer(reply.slabs, np.uint32).tolist()
+            length = np.frombuffer(reply.length, np.uint64).tolist()
+            slots = np.frombuffer(reply.slots, np.uint32).tolist()
+            if not len(got) == len(fds) == len(length) == len(slots) or set(got) != set(indexes):
+                raise ProtocolError(f"asked for slabs {indexes}, got {got} with {len(fds)} descriptors")
+            for index, fd, nbytes, count in zip(got, fds, length, slots, strict=True):
+                self._slabs[index] = Slab(fd, nbytes, count)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _connected(self) -> Connection:
+        connection = self._connection
+        if connection is None or connection.broken:
+            connection = Connection.open(self._address, self._identity, passes_fds=True)
+            if connection.hello.incarnation != self._incarnation:
+                connection.close()
+                raise Disconnected(f"node {connection.hello.node_id} was restarted")
+            self._connection = connection
+        return connection
+
+    def close(self) -> None:
+        """Forget the maps; they go when the last array over them does."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            self._slabs = {}

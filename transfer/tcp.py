@@ -1,0 +1,215 @@
+"""Transport over the channel's own TCP connections: block bytes follow the messages, in place.
+
+A load is one round trip: the answer's bytes land in the destination descriptors. Large batches are cut
+in parts that several connections carry at once, so that one part is hashed while another arrives.
+Every block is verified: nothing else vouches for bytes that crossed a network.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import KVError, ProtocolError, Refused
+from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Push, Pushed, StatusArray
+from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.checksums import block_checksum, checksums
+from kvstrata.transfer.grants import Granted
+from kvstrata.transfer.link import NodeLink, settle, undecided
+from kvstrata.transfer.regions import BlockView, Region
+
+#: One part of a batch: large enough to stream, small enough to overlap with its neighbours.
+PART_BYTES: Final = 16 << 20
+SOCKETS: Final = max(1, min(4, os.cpu_count() or 1))
+
+_LOADED = int(BlockStatus.LOADED)
+_RESERVED = int(BlockStatus.RESERVED)
+
+
+class TcpTransport:
+    """Reaches every node."""
+
+    name = "tcp"
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._threads = ThreadPoolExecutor(4 * SOCKETS, thread_name_prefix="kvstrata-tcp")
+
+    def reaches(self, endpoint: Endpoint) -> bool:
+        return bool(endpoint.channel)
+
+    def connect(self, endpoint: Endpoint) -> TcpPeer:
+        return TcpPeer(endpoint, self._identity, self._threads)
+
+    def register(self, region: Region) -> None:
+        """Nothing to do: the kernel copies from and to any memory."""
+
+    def unregister(self, region: Region) -> None:
+        """Nothing was registered."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class TcpPeer:
+    """One node over TCP."""
+
+    transport = "tcp"
+
+    def __init__(self, endpoint: Endpoint, identity: Identity, threads: ThreadPoolExecutor) -> None:
+        self.endpoint = endpoint
+        self.link = NodeLink(endpoint, [endpoint.channel], identity)
+        self.tamper: Callable[[BlockView, int], None] | None = None
+        self._threads = threads
+
+    # ------------------------------------------------------------------ reading
+
+    def fetch(self, request: Fetch) -> Fetched:
+        count = len(request.blocks)
+        status, tier = undecided(count), np.zeros(count, np.uint8)
+        sequences = self._in_parts(
+            status, request.namespace.block_bytes, lambda low, high: self._fetch_part(request, low, high, status, tier)
+        )
+        moved = int(np.count_nonzero(status == _LOADED)) * request.namespace.block_bytes
+        return Fetched(status, tier, max(sequences, default=0), moved)
+
+    def _fetch_part(self, request: Fetch, low: int, high: int, status: StatusArray, tier: StatusArray) -> int:
+        link, namespace = self.link, request.namespace
+        message = pb.Acquire(
+            ns=link.handle(namespace, request.deadline),
+            salt=request.salt,
+            hashes=request.hashes[low * namespace.hash_bytes : high * namespace.hash_bytes],
+            mode=1,
+            deadline_ms=max(1, int((request.deadline - time.monotonic()) * 1e3)),
+            releases=link.take_releases(),
+        ).SerializeToString()
+        sent = time.monotonic()
+        with link.channel.exchange(Kind.ACQUIRE, message, request.deadline) as (connection, frame):
+            granted = Granted(expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK), sent, high - low)
+            if frame.raw_bytes != granted.count * namespace.block_bytes:
+                raise ProtocolError(f"{frame.raw_bytes} bytes for {granted.count} blocks of {namespace.block_bytes}")
+            blocks = request.blocks[low:high][granted.positions]
+            good = np.zeros(granted.count, bool)
+            try:
+                self._receive(connection, request, blocks, granted, good)
+            finally:
+                part = granted.status
+                part[granted.positions[~good]] = BlockStatus.UNKNOWN
+                status[low:high] = part
+                tier[low:high][granted.positions] = granted.tier
+        return granted.delta_seq
+
+    def _receive(
+        self, connection: Connection, request: Fetch, blocks: BlockView, granted: Granted, good: npt.NDArray[np.bool_]
+    ) -> None:
+        corrupt: list[int] = []
+        pieces = blocks.pieces
+        tamper = self.tamper
+
+        def filled(view: int) -> None:
+            index, rest = divmod(view + 1, pieces)
+            if rest:
+                return
+            index -= 1
+            if tamper is not None:
+                tamper(blocks, index)
+            good[index] = True
+            if block_checksum(blocks, index) != int(granted.checksum[index]):
+                corrupt.append(index)
+
+        connection.receive_raw(_views(blocks), request.deadline, filled)
+        if corrupt:
+            granted.status[granted.positions[corrupt]] = BlockStatus.CORRUPT
+
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Lease:
+        raise Refused("views need the shm transport: a node on this host with a reachable unix socket")
+
+    # ------------------------------------------------------------------ writing
+
+    def push(self, request: Push) -> Pushed:
+        status = undecided(len(request.blocks))
+        self._in_parts(
+            status, request.namespace.block_bytes, lambda low, high: self._push_part(request, low, high, status)
+        )
+        moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
+        return Pushed(status, moved)
+
+    def _push_part(self, request: Push, low: int, high: int, status: StatusArray) -> int:
+        link, width = self.link, request.namespace.hash_bytes
+        part = Push(
+            namespace=request.namespace,
+            salt=request.salt,
+            hashes=request.hashes[low * width : high * width],
+            blocks=request.blocks[low:high],
+            deadline=request.deadline,
+            parent=request.hashes[(low - 1) * width : low * width] if low else request.parent,
+            first_index=request.first_index + low,
+            epoch=request.epoch,
+        )
+        frame = link.channel.call(Kind.RESERVE, link.reserve(part).SerializeToString(), request.deadline)
+        reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
+        got = np.frombuffer(reply.status, np.uint8)
+        status[low:high] = got
+        granted = np.flatnonzero(got == _RESERVED)
+        if not len(granted):
+            return 0
+        blocks = part.blocks[granted]
+        message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
+        raw = _views(blocks)
+        with link.channel.exchange(Kind.WRITE, message.SerializeToString(), request.deadline, raw) as (_, answer):
+            done = np.frombuffer(expect(pb.CommitOk, answer, Kind.COMMIT_OK).status, np.uint8)
+            status[low:high][granted] = done
+        return 0
+
+    # ------------------------------------------------------------------ parts
+
+    def _in_parts(self, status: StatusArray, block_bytes: int, run: Callable[[int, int], int]) -> list[int]:
+        """Call ``run(low, high)`` for each part, on this thread and up to ``SOCKETS - 1`` others."""
+        step = max(1, PART_BYTES // block_bytes)
+        bounds = [(low, min(low + step, len(status))) for low in range(0, len(status), step)]
+        if len(bounds) == 1 and len(status) > 1 and len(status) * block_bytes >= PART_BYTES // 2:
+            middle = len(status) // 2
+            bounds = [(0, middle), (middle, len(status))]
+
+        def work(which: slice) -> list[int]:
+            return [self._settled(run, low, high, status) for low, high in bounds[which]]
+
+        lanes = min(SOCKETS, len(bounds))
+        others = [self._threads.submit(work, slice(lane, None, lanes)) for lane in range(1, lanes)]
+        results = work(slice(0, None, lanes))
+        for other in others:
+            results.extend(other.result())
+        return results
+
+    def _settled(self, run: Callable[[int, int], int], low: int, high: int, status: StatusArray) -> int:
+        try:
+            return run(low, high)
+        except KVError as error:
+            settle(status[low:high], error)
+            return 0
+
+    # ------------------------------------------------------------------ upkeep
+
+    def reachable(self) -> bool:
+        return self.link.channel.breaker.closed
+
+    def upkeep(self) -> None:
+        self.link.upkeep()
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def _views(blocks: BlockView) -> list[memoryview]:
+    data = memoryview(blocks.region.bytes)  # type: ignore[arg-type]
+    return [data[start : start + length] for start, length in blocks.table.reshape(-1, 2).tolist()]
