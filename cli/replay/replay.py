@@ -1,0 +1,90 @@
+"""One replay from options to result: trace, schedule, pool, engines, simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvstrata.cli.replay.coordinator import Coordinator
+from kvstrata.cli.replay.costs import CostModel
+from kvstrata.cli.replay.generator import generate_trace
+from kvstrata.cli.replay.options import ReplayOptions
+from kvstrata.cli.replay.processes import Pool
+from kvstrata.cli.replay.result import ReplayResult, assemble
+from kvstrata.cli.replay.schedule import build_schedule
+from kvstrata.cli.replay.traces import Trace, read_trace
+
+#: Sessions of the generated trace when the options do not say how many.
+GENERATED_SESSIONS = 40
+#: What a node of our own gets beyond its share of the payload: slot rounding is exact, slab tails are not.
+NODE_SLACK = 1.05
+NODE_SLACK_BYTES = 16 << 20
+
+ProgressCallback = Callable[[int, int], None]
+
+
+def run_replay(options: ReplayOptions, progress: ProgressCallback | None = None) -> ReplayResult:
+    """Replay a trace on real processes; ``progress(done, of)`` is called after each request.
+
+    Raises :class:`~kvstrata.cli.replay.traces.TraceError` or ``ConfigError`` for what is asked,
+    ``Unavailable`` when the pool or an engine cannot start. A fault on the way is in the result.
+    """
+    costs = CostModel()
+    schedule = build_schedule(load_trace(options), options, costs)
+    group = f"kvstrata.replay/{schedule.trace_name}/{options.block_tokens}/{options.bytes_per_token}"
+    with _pool(options) as (masters, pool):
+        coordinator = Coordinator(schedule, options, masters, group)
+        try:
+            measured = coordinator.run(progress)
+        finally:
+            coordinator.close()
+        deaths = pool.deaths() if pool is not None else []
+    return assemble(options, costs, schedule, options.pool_blocks, measured, deaths)
+
+
+def load_trace(options: ReplayOptions) -> Trace:
+    """The trace that the options name: a file, or the seeded generator."""
+    if options.trace is not None:
+        return read_trace(options.trace)
+    return generate_trace(options.sessions or GENERATED_SESSIONS, options.seed)
+
+
+@contextmanager
+def _pool(options: ReplayOptions) -> Iterator[tuple[str, Pool | None]]:
+    """The masters' address, and the pool behind it where it is our own."""
+    if options.masters is not None:
+        yield options.masters, None
+        return
+    pool = Pool(options.nodes, node_bytes(options))
+    try:
+        yield pool.masters, pool
+    finally:
+        pool.close()
+
+
+def node_bytes(options: ReplayOptions) -> int:
+    """DRAM of each node of our own, so that together they hold ``options.pool_blocks`` blocks."""
+    slot = slot_bytes(options.block_bytes)
+    return int(-(-options.pool_blocks // options.nodes) * slot * NODE_SLACK) + NODE_SLACK_BYTES
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """What a node allocates for a block: rounded up to 64 B below 4 KiB, to 4 KiB above."""
+    grain = 64 if block_bytes < 4096 else 4096
+    return -(-block_bytes // grain) * grain
+
+
+@contextmanager
+def console_progress() -> Iterator[ProgressCallback]:
+    """A progress bar on stderr; gives the callback that :func:`run_replay` takes."""
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replay", total=None)
+
+        def update(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of)
+
+        yield update
