@@ -214,7 +214,9 @@ def test_connections_are_bounded(serve: Serve, me: Identity) -> None:
 
 
 @pytest.mark.parametrize(("oldest", "newest", "works"), [(0, 1, True), (1, 9, True), (2, 9, False), (0, 0, False)])
-def test_versions_are_agreed_or_refused_by_name(serve: Serve, me: Identity, oldest: int, newest: int, works: bool) -> None:
+def test_versions_are_agreed_or_refused_by_name(
+    serve: Serve, me: Identity, oldest: int, newest: int, works: bool
+) -> None:
     running = serve()
     hello = me.hello()
     hello.protocol, hello.protocol_min = newest, oldest
