@@ -54,7 +54,10 @@ def test_every_part_of_a_namespace_is_part_of_its_identity() -> None:
 
 
 def test_identity_is_the_same_in_every_process() -> None:
-    script = "from kvstrata.proto.keys import Namespace as N; print(N('llama/bf16/bs16', 2<<20, 16, 16, 1, 4).identity.hex())"
+    script = (
+        "from kvstrata.proto.keys import Namespace as N; "
+        "print(N('llama/bf16/bs16', 2<<20, 16, 16, 1, 4).identity.hex())"
+    )
     seen = {
         subprocess.run(
             [sys.executable, "-c", script],

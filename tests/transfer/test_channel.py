@@ -142,7 +142,7 @@ def test_a_short_deadline_is_kept_and_blames_nobody(serve: Serve, me: Identity) 
 def test_silence_opens_the_breaker_and_a_probe_closes_it(me: Identity) -> None:
     """A listener that accepts and says nothing is what a stopped process looks like."""
     mute = socket.create_server(("127.0.0.1", 0))
-    address = "127.0.0.1:%d" % mute.getsockname()[1]
+    address = f"127.0.0.1:{mute.getsockname()[1]}"
     channel = Channel([address], me, self_probing=False)
     with pytest.raises(Silent):
         channel.call(Kind.PING, b"", soon())
