@@ -137,7 +137,7 @@ class ChannelServer:
             listener.bind(where)
         except OSError as error:
             listener.close()
-            raise ConfigError(_bind_advice(address, error)) from error
+            raise ConfigError(bind_advice(address, error)) from error
         host, port = listener.getsockname()[:2]
         self._serve(listener, local=False)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -395,7 +395,8 @@ def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-def _bind_advice(address: str, error: OSError) -> str:
+def bind_advice(address: str, error: OSError) -> str:
+    """What to tell the operator when ``address`` cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         return f"{address} is in use: stop what listens there, or choose another port (0 picks a free one)"
     return f"cannot listen on {address}: {error.strerror or error}"
