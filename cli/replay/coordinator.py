@@ -143,6 +143,7 @@ class _EngineProcess:
                 [sys.executable, "-m", "kvstrata.cli.replay.engine", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
         self.child = Child(f"engine {setup.engine}", process)

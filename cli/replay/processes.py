@@ -82,13 +82,14 @@ class Child:
 
 
 def command(name: str, *arguments: str, errors: Path) -> Child:
-    """Start ``kvstrata <arguments>`` with its own session-free group, stdout piped, stderr to the file ``errors``."""
+    """Start ``kvstrata <arguments>`` in a session of its own (Ctrl-C is ours to pass on), stdout piped, stderr to the file ``errors``."""
     with errors.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstrata.cli.app", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stream,
+            start_new_session=True,
             preexec_fn=_die_with_parent,
         )
     return Child(name, process, errors)
