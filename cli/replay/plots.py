@@ -65,21 +65,26 @@ def _shown(result: ReplayResult) -> list[tuple[str, Case]]:
     return [(key, getattr(result.cases, key)) for key in COLOURS]
 
 
+def _line(key: str, case: Case) -> dict[str, Any]:
+    """The ceiling is dashed: the pool often lies right under it."""
+    return {"color": COLOURS[key], "label": case.name, "linestyle": "--" if key == "ceiling" else "-"}
+
+
 def _hit_rate(axes: Axes, result: ReplayResult) -> None:
     hours, window = _windows(result)
     for key, case in _shown(result):
         hit = np.bincount(window, case.hits.private + case.hits.pool, WINDOWS)
         asked = np.bincount(window, case.hits.tokens_in, WINDOWS)
         some = asked > 0
-        axes.plot(hours[some], 100 * hit[some] / asked[some], color=COLOURS[key], label=case.name)
-    axes.set(xlabel="hours", ylabel="% of prompt tokens", ylim=(0, 100))
+        axes.plot(hours[some], 100 * hit[some] / asked[some], **_line(key, case))
+    axes.set(xlabel="hours", ylabel="% of prompt tokens", ylim=(-2, 102))
 
 
 def _ttft(axes: Axes, result: ReplayResult) -> None:
     hours, window = _windows(result)
     for key, case in _shown(result):
         some, medians = _medians(window, case.latencies.ttft_s)
-        axes.plot(hours[some], medians, color=COLOURS[key], label=case.name)
+        axes.plot(hours[some], medians, **_line(key, case))
     axes.set(xlabel="hours", ylabel="seconds", yscale="log")
 
 
@@ -88,8 +93,8 @@ def _distribution(axes: Axes, result: ReplayResult) -> None:
         ordered = np.sort(case.latencies.ttft_s)
         # At most a few hundred points: the page must stay small.
         picked = np.unique(np.linspace(0, len(ordered) - 1, 300).astype(int))
-        axes.plot(ordered[picked], 100 * (picked + 1) / len(ordered), color=COLOURS[key], label=case.name)
-    axes.set(xlabel="seconds", ylabel="% of requests", xscale="log", ylim=(0, 100))
+        axes.plot(ordered[picked], 100 * (picked + 1) / len(ordered), **_line(key, case))
+    axes.set(xlabel="seconds", ylabel="% of requests", xscale="log", ylim=(-2, 102))
 
 
 def _windows(result: ReplayResult) -> tuple[Floats, npt.NDArray[np.int64]]:

@@ -82,7 +82,10 @@ class Child:
 
 
 def command(name: str, *arguments: str, errors: Path) -> Child:
-    """Start ``kvstrata <arguments>`` in a session of its own (Ctrl-C is ours to pass on), stdout piped, stderr to the file ``errors``."""
+    """Start ``kvstrata <arguments>``: stdout piped, stderr to the file ``errors``, in a session of its own.
+
+    Ctrl-C then reaches this process alone, which stops its children in order.
+    """
     with errors.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstrata.cli.app", *arguments],

@@ -22,12 +22,12 @@ def text_report(result: ReplayResult) -> str:
     console.print(_table(result))
     for line in notes(result):
         console.print(line, markup=False)
-    return out.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 def _table(result: ReplayResult) -> Table:
     table = Table(title=title(result), title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for case in result.cases.all():
         table.add_column(case.name, justify="right")
     for label, cells in rows(result):
@@ -52,8 +52,8 @@ def rows(result: ReplayResult) -> list[tuple[str, list[str]]]:
         ("  from private caches", [_percent(case.hits.private_rate()) for case in cases]),
         ("  from the pool", [_pool_cell(result, case) for case in cases]),
         ("tokens computed", [f"{int(case.hits.computed.sum()) / 1e6:,.1f} M" for case in cases]),
-        ("TTFT p50 / p99, modelled", [format_pair(case.latencies.ttft_s) for case in cases]),
-        ("TTFT p50 / p99, measured pool", measured),
+        ("TTFT p50 / p99 in s", [format_pair(case.latencies.ttft_s) for case in cases]),
+        ("  with measured calls", measured),
     ]
 
 
@@ -71,10 +71,10 @@ def notes(result: ReplayResult) -> list[str]:
         f"lookup + load of a request: p50 {calls_ms[0]:.2f} ms, p99 {calls_ms[1]:.2f} ms (measured)",
         f"wrong bytes: {traffic.wrong_bytes}; failed requests: {traffic.failed_requests}",
         f"pool against its simulator: {result.oracle_points:+.2f} points; "
-        f"against an infinite cache: {result.ceiling_points:+.2f} points",
+        f"against an infinite pool: {result.ceiling_points:+.2f} points",
         f"private {options.private_tokens:,} tokens an engine; pool {result.pool_blocks:,} blocks of "
         f"{options.block_tokens} tokens; payload {options.bytes_per_token} bytes a token, every loaded byte verified",
-        "TTFT is queue + load + prefill on the stated cost model: "
+        "TTFT is queue + load + prefill, modelled with "
         + ", ".join(f"{name} {value:g}" for name, value in result.costs.stated().items()),
     ]
     if traffic.reasons:
@@ -149,6 +149,7 @@ def _percentiles(values: Floats) -> Floats:
 
 
 def format_pair(values: Floats) -> str:
+    """The two percentiles, three significant digits each."""
     return " / ".join(_seconds(value) for value in _percentiles(values).tolist())
 
 
@@ -158,4 +159,4 @@ def _percent(share: float) -> str:
 
 def _seconds(value: float) -> str:
     digits: Sequence[int] = (3, 2, 1, 0)
-    return f"{value:,.{digits[sum(value >= bound for bound in (1, 10, 100))]}f} s"
+    return f"{value:,.{digits[sum(value >= bound for bound in (1, 10, 100))]}f}"

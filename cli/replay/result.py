@@ -182,6 +182,7 @@ def assemble(
 
     traffic = Traffic.of(measured)
     private_blocks = options.private_blocks
+    private = private_caches(schedule, options.engines, private_blocks)
     seen = [f"clients saw {traffic.reasons[name]} x {name}" for name in sorted(FAULT_REASONS & set(traffic.reasons))]
     return ReplayResult(
         options=options,
@@ -190,10 +191,10 @@ def assemble(
         pool_blocks=pool_blocks,
         cases=Cases(
             none=case("no cache", no_cache(schedule)),
-            private=case("private only", private_caches(schedule, options.engines, private_blocks)),
+            private=case("private only", private),
             pool=case("pool (measured)", measured_hits(schedule, measured.outcomes)),
-            oracle=case("pool (simulated)", pooled(schedule, options.engines, private_blocks, pool_blocks)),
-            ceiling=case("infinite cache", infinite_cache(schedule)),
+            oracle=case("pool (simulator)", pooled(schedule, options.engines, private_blocks, pool_blocks)),
+            ceiling=case("infinite pool", infinite_cache(schedule, private)),
         ),
         traffic=traffic,
         pool_calls_s=np.array([outcome.lookup_s + outcome.load_s for outcome in measured.outcomes], dtype=np.float64),

@@ -49,16 +49,18 @@ def no_cache(schedule: Schedule) -> Hits:
     return Hits(tokens_in, zero, zero)
 
 
-def infinite_cache(schedule: Schedule) -> Hits:
-    """The ceiling: one cache that never evicts, shared by all engines."""
-    tokens_in, zero, pool = _empty(schedule)
+def infinite_cache(schedule: Schedule, private: Hits | None = None) -> Hits:
+    """The ceiling: a pool that never evicts. ``private`` says what private caches in front of it hit."""
+    tokens_in, near, far = _empty(schedule)
     seen = np.zeros(schedule.unique_blocks, dtype=bool)
     for turn in schedule.turns:
         held = seen[turn.blocks[: turn.hit_limit]]
         blocks = len(held) if held.all() else int(held.argmin())
-        pool[turn.index] = blocks * schedule.block_tokens
+        far[turn.index] = blocks * schedule.block_tokens
         seen[turn.blocks] = True
-    return Hits(tokens_in, zero, pool)
+    if private is not None:
+        near = private.private
+    return Hits(tokens_in, near, far - near)
 
 
 def private_caches(schedule: Schedule, engines: int, private_blocks: int) -> Hits:

@@ -89,7 +89,7 @@ def test_a_gap_to_the_simulator_fails_the_run_unless_there_was_a_fault(schedule:
 
 def test_the_table_has_all_cases_side_by_side(schedule: Schedule, measured: Measured) -> None:
     table = result_of(schedule, measured).table()
-    for case in ("no cache", "private only", "pool (measured)", "pool (simulated)", "infinite cache"):
+    for case in ("no cache", "private only", "pool (measured)", "pool (simulator)", "infinite pool"):
         assert case in table
     assert re.search(r"token hit rate +│? +0\.0 % ", table)
     assert "wrong bytes: 0; failed requests: 0" in table

@@ -75,6 +75,9 @@ def test_cases_are_ordered(chains: list[tuple[int, list[int]]], private: int) ->
     alone = simulator.private_caches(schedule, 2, private)
     assert (endless.private + endless.pool == ceiling.pool).all()
     assert (endless.private == alone.private).all()
+    behind = simulator.infinite_cache(schedule, alone)
+    assert (behind.private == endless.private).all()
+    assert (behind.pool == endless.pool).all()
     assert simulator.no_cache(schedule).rate() == 0.0
     assert (ceiling.computed + ceiling.pool == ceiling.tokens_in).all()
 
