@@ -1,0 +1,121 @@
+"""The master's side of the framed channel: what clients and heartbeats ask, frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstrata.master import messages as m
+from kvstrata.master.hub import Hub
+from kvstrata.master.replies import lookup_ok, place_ok
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.keys import Namespace
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.channel import SOFTWARE, boot_id, expect
+from kvstrata.transfer.frames import Frame
+from kvstrata.transfer.server import Handler, Reply, ServerConnection, Session
+
+_WILDCARDS: Final = ("0.0.0.0", "[::]")
+
+
+@dataclass(slots=True)
+class Endpoints:
+    """Where this master listens: real ports, hosts as bound."""
+
+    channel: str = ""
+    grpc: str = ""
+    http: str = ""
+
+
+class MasterChannel:
+    """Handlers for :class:`kvstrata.transfer.server.ChannelServer`."""
+
+    def __init__(self, hub: Hub, endpoints: Endpoints) -> None:
+        self._hub = hub
+        self._endpoints = endpoints
+        self._boot_id = boot_id()
+
+    def handlers(self) -> dict[int, Handler]:
+        answered: dict[int, Callable[[ServerConnection, Frame], Reply | None]] = {
+            Kind.PING: self._ping,
+            Kind.OPEN_NAMESPACE: self._open_namespace,
+            Kind.LOOKUP: self._lookup,
+            Kind.PLACE: self._place,
+            Kind.MISS_REPORT: self._miss_report,
+            Kind.REMOVE: self._remove,
+            Kind.HEARTBEAT: self._heartbeat,
+        }
+        return answered
+
+    def hello(self, session: Session) -> pb.HelloOk:
+        """Who this is, and where else it listens: a wildcard host becomes the one the asker came by."""
+        host = _host_of(session)
+        return pb.HelloOk(
+            software=SOFTWARE,
+            role="master",
+            cluster_id=self._hub.cluster_id,
+            boot_id=self._boot_id,
+            channel=_reachable(self._endpoints.channel, host),
+            grpc=_reachable(self._endpoints.grpc, host),
+            http=_reachable(self._endpoints.http, host),
+        )
+
+    # ------------------------------------------------------------------ frames
+
+    def _ping(self, connection: ServerConnection, frame: Frame) -> Reply:
+        return Reply(Kind.PONG)
+
+    def _open_namespace(self, connection: ServerConnection, frame: Frame) -> Reply:
+        request = expect(pb.OpenNamespace, frame, Kind.OPEN_NAMESPACE)
+        handle, epoch = self._hub.open_namespace(Namespace.from_spec(request.spec))
+        return Reply(Kind.NAMESPACE_HANDLE, pb.NamespaceHandle(handle=handle, epoch=epoch).SerializeToString())
+
+    def _lookup(self, connection: ServerConnection, frame: Frame) -> Reply:
+        request = expect(pb.Lookup, frame, Kind.LOOKUP)
+        opened = self._hub.opened(request.ns)
+        host = connection.owner.hello.boot_id
+        answer, nodes = self._hub.lookup(opened, request.salt, request.hashes, host)
+        return Reply(Kind.LOOKUP_OK, lookup_ok(answer, opened.namespace.shard_count, nodes).SerializeToString())
+
+    def _place(self, connection: ServerConnection, frame: Frame) -> Reply:
+        request = expect(pb.Place, frame, Kind.PLACE)
+        opened = self._hub.opened(request.ns)
+        host = request.boot_id or connection.owner.hello.boot_id
+        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host)
+        return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
+
+    def _miss_report(self, connection: ServerConnection, frame: Frame) -> None:
+        report = expect(pb.MissReport, frame, Kind.MISS_REPORT)
+        event = m.MissReport(
+            report.ns, report.salt, report.hashes, report.node_id, report.incarnation, report.delta_seq
+        )
+        self._hub.miss(event)
+
+    def _remove(self, connection: ServerConnection, frame: Frame) -> Reply:
+        request = expect(pb.Remove, frame, Kind.REMOVE)
+        opened = self._hub.opened(request.ns)
+        result = self._hub.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
+        answer = pb.RemoveOk(removed=result.removed, unreached=result.unreached)
+        return Reply(Kind.REMOVE_OK, answer.SerializeToString())
+
+    def _heartbeat(self, connection: ServerConnection, frame: Frame) -> Reply:
+        beat = expect(pb.Heartbeat, frame, Kind.HEARTBEAT)
+        event = m.Heartbeat(beat.node_id, beat.incarnation, beat.progress_age_ms / 1000, beat.dying)
+        return Reply(Kind.HEARTBEAT_OK, pb.HeartbeatOk(known=self._hub.heartbeat(event)).SerializeToString())
+
+
+def _host_of(session: Session) -> str:
+    """The address of ours that this session's newest connection reached; "" if it is gone already."""
+    for connection in list(session.connections):
+        try:
+            host = connection.stream.sock.getsockname()[0]
+        except OSError:
+            continue
+        return f"[{host}]" if ":" in host else str(host)
+    return ""
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    bound, _, port = endpoint.rpartition(":")
+    return f"{host}:{port}" if host and bound in _WILDCARDS else endpoint

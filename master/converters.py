@@ -1,0 +1,130 @@
+"""Between protobuf messages of the sync stream and the plain events and commands of the state.
+
+Everything a node says is checked here: bounds, whole hashes, known tiers. What passes cannot make the
+state fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvstrata.master import messages as m
+from kvstrata.proto import control_pb2 as control
+from kvstrata.proto import wire
+from kvstrata.proto.errors import InvalidArgument, VersionMismatch
+from kvstrata.proto.keys import Namespace, check_salt
+from kvstrata.proto.status import Tier
+
+NODE_ID_CHARACTERS_MAX: Final = 128
+#: Hashes in one event. Longer snapshot parts become several, so that no event holds the lock for long.
+HASHES_AN_EVENT: Final = 1 << 15
+_TIERS: Final = frozenset(int(tier) for tier in Tier)
+
+
+def facts_of(attach: control.Attach) -> m.NodeFacts:
+    """Raises :class:`InvalidArgument` or :class:`VersionMismatch`."""
+    if not 1 <= len(attach.node_id) <= NODE_ID_CHARACTERS_MAX:
+        raise InvalidArgument(f"a node id has 1 to {NODE_ID_CHARACTERS_MAX} characters, not {len(attach.node_id)}")
+    if not attach.incarnation or not attach.channel:
+        raise InvalidArgument(f"node {attach.node_id}: an attach names the incarnation and the channel address")
+    if attach.protocol < wire.PROTOCOL_MIN:
+        raise VersionMismatch(
+            f"node {attach.node_id} ({attach.software}) speaks protocol {attach.protocol}, this master "
+            f"{wire.PROTOCOL_MIN} and later: upgrade the node"
+        )
+    return m.NodeFacts(
+        node_id=attach.node_id,
+        incarnation=attach.incarnation,
+        channel=attach.channel,
+        unix_path=attach.unix_path,
+        http=attach.http,
+        host=attach.host,
+        boot_id=attach.boot_id,
+        dram_bytes=min(attach.dram_bytes, 1 << 62),
+        ssd_bytes=min(attach.ssd_bytes, 1 << 62),
+        software=attach.software,
+        pid=attach.pid,
+    )
+
+
+def events_of(message: control.NodeMessage, session: int) -> Iterator[m.Event]:
+    """The events of one message; raises :class:`InvalidArgument` for what makes no sense."""
+    match message.WhichOneof("body"):
+        case "snapshot":
+            yield from _parts(message.snapshot, session)
+        case "delta":
+            yield m.DeltaBatch(session, message.delta.seq, tuple(_change(change) for change in message.delta.changes))
+        case "done":
+            yield m.CommandDone(session, message.done.command, message.done.error)
+        case "status":
+            yield m.StatusReport(session, _usage(message.status))
+        case "detach":
+            yield m.Detach(session, message.detach.reason[:200])
+        case other:
+            raise InvalidArgument(f"a sync message with body {other!r} after the attach")
+
+
+def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
+    match command:
+        case m.SendAttached():
+            epochs = [control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in command.epochs]
+            attached = control.AttachOk(cluster_id=cluster_id, session=command.session, epochs=epochs)
+            return control.MasterMessage(attached=attached)
+        case m.SendResync():
+            return control.MasterMessage(resync=control.Resync(reason=command.reason))
+        case m.SendAck():
+            return control.MasterMessage(ack=control.Ack(seq=command.seq))
+        case m.SendRemove():
+            return control.MasterMessage(
+                remove=control.RemoveCommand(
+                    command=command.command,
+                    spec=command.namespace.to_spec(),
+                    salt=command.salt,
+                    hashes=command.hashes,
+                )
+            )
+
+
+def _parts(snapshot: control.Snapshot, session: int) -> Iterator[m.SnapshotPart]:
+    pieces = [piece for holding in snapshot.holdings for piece in _pieces(holding)]
+    if not pieces:
+        yield m.SnapshotPart(session, snapshot.cut_seq, (), snapshot.first, snapshot.last)
+    for index, piece in enumerate(pieces):
+        first = snapshot.first and index == 0
+        last = snapshot.last and index == len(pieces) - 1
+        yield m.SnapshotPart(session, snapshot.cut_seq, (piece,), first, last)
+
+
+def _pieces(holding: control.Holding) -> Iterator[m.Holding]:
+    namespace = _namespace(holding)
+    step = HASHES_AN_EVENT * namespace.hash_bytes
+    for start in range(0, len(holding.hashes), step):
+        yield m.Holding(namespace, holding.salt, holding.tier, holding.hashes[start : start + step])
+
+
+def _change(change: control.Change) -> m.Change:
+    return m.Change(change.added, _namespace(change), change.salt, change.tier, change.hashes)
+
+
+def _namespace(part: control.Holding | control.Change) -> Namespace:
+    namespace = Namespace.from_spec(part.spec)
+    check_salt(part.salt)
+    if part.tier not in _TIERS:
+        raise InvalidArgument(f"tier {part.tier} is unknown to this master")
+    if len(part.hashes) % namespace.hash_bytes:
+        raise InvalidArgument(f"hashes are {len(part.hashes)} bytes: not a multiple of {namespace.hash_bytes}")
+    return namespace
+
+
+def _usage(status: control.NodeStatus) -> m.NodeUsage:
+    return m.NodeUsage(
+        dram_bytes_used=status.dram_bytes_used,
+        dram_bytes_free=min(status.dram_bytes_free, 1 << 62),
+        blocks=status.blocks,
+        ssd_bytes_used=status.ssd_bytes_used,
+        clients=status.clients,
+        leases=status.leases,
+        reservations=status.reservations,
+        loop_age_seconds=dict(status.loop_age_seconds),
+    )

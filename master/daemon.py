@@ -1,0 +1,116 @@
+"""The master process: store, state, channel, gRPC, HTTP and tick, started and stopped in order."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from kvstrata.master.channel import Endpoints, MasterChannel
+from kvstrata.master.http import application
+from kvstrata.master.hub import Hub
+from kvstrata.master.service import serve
+from kvstrata.master.store import SqliteStore
+from kvstrata.master.views import Views
+from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.server import ChannelServer
+from kvstrata.transfer.web import WebServer
+
+log = get_logger(__name__)
+
+TICK_S: Final = 0.25
+STOP_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class MasterConfig:
+    """Addresses are ``HOST:PORT``; port 0 picks a free one. ``state`` None keeps policy in memory only."""
+
+    listen: str
+    grpc: str
+    http: str
+    state: Path | None
+    cluster_id: str | None = None
+    grace_s: float = 5.0
+    seed: int | None = None
+
+
+class Master:
+    """A running master. Raises :class:`kvstrata.proto.errors.ConfigError` when it cannot start."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        self._stops: list[Callable[[], object]] = []
+        self.endpoints = Endpoints()
+        try:
+            self._start(config)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, config: MasterConfig) -> None:
+        store = SqliteStore(config.state, config.cluster_id)
+        self._stops.append(store.close)
+        self.hub = Hub(store, random.Random(config.seed), config.grace_s)
+        self._stops.append(self.hub.journal.flush)
+        self.loops = Loops()
+        self._stops.append(lambda: self.loops.stop(STOP_S))
+        channel = MasterChannel(self.hub, self.endpoints)
+        self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops)
+        self.views = Views(self.hub, self.server.sessions, self.loops)
+        grpc_server, self.endpoints.grpc = serve(self.hub, self.views, config.grpc)
+        self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
+        web = WebServer(application(self.hub, self.views), config.http)
+        self._stops.append(lambda: web.stop(STOP_S))
+        self.endpoints.http = web.start().address
+        self.loops.add(Loop("tick", TICK_S, self.hub.tick))
+        self._stops.append(lambda: self.server.stop(STOP_S / 2))
+        self.endpoints.channel = self.server.listen_tcp(config.listen)
+
+    def ready(self) -> dict[str, object]:
+        """What the ready line says."""
+        return {
+            "event": "ready",
+            "role": "master",
+            "channel": self.endpoints.channel,
+            "grpc": self.endpoints.grpc,
+            "http": self.endpoints.http,
+            "pid": os.getpid(),
+            "cluster_id": self.hub.cluster_id,
+        }
+
+    def stop(self) -> None:
+        """Stop everything, last started first; bounded in time, safe twice."""
+        while self._stops:
+            step = self._stops.pop()
+            try:
+                step()
+            except Exception:
+                log.error("a step of the stop failed", exc_info=True)
+
+    def __enter__(self) -> Master:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def run(config: MasterConfig, on_ready: Callable[[dict[str, object]], None]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Must be called from the main thread."""
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    with Master(config) as master:
+        on_ready(master.ready())
+        while not asked.wait(1.0):
+            pass
+        log.info("master stops", cluster_id=master.hub.cluster_id)
+    return 0

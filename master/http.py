@@ -1,0 +1,79 @@
+"""HTTP of the master: /metrics, /healthz, /readyz."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvstrata.master.hub import Hub
+from kvstrata.master.liveness import NodeState
+from kvstrata.master.views import Views
+
+
+class _StateCollector(Collector):
+    """Gauges worked out at the scrape."""
+
+    def __init__(self, hub: Hub, views: Views) -> None:
+        self._hub = hub
+        self._views = views
+
+    def collect(self) -> Iterable[Metric]:
+        report = self._views.health()
+        nodes = self._views.nodes().nodes
+        states = GaugeMetricFamily("kvstrata_master_nodes", "Rostered nodes, by state", labels=["state"])
+        for state in NodeState:
+            states.add_metric([state.value], sum(row.state == state.value for row in nodes))
+        yield states
+        ages = GaugeMetricFamily("kvstrata_master_loop_age_seconds", "Time since a loop's last turn", labels=["loop"])
+        for name, age_s in report.loop_age_seconds.items():
+            ages.add_metric([name], age_s)
+        yield ages
+        directory_bytes, intents, tombstones = self._hub.read(
+            lambda state, _: (state.directory.nbytes, state.placement.intents, len(state.tombstones))
+        )
+        for name, text, value in (
+            ("blocks", "Distinct blocks in the directory", report.blocks),
+            ("clients", "Client processes connected", report.clients),
+            ("healthy", "1 when /healthz answers 200", int(report.healthy)),
+            ("ready", "1 when /readyz answers 200", int(report.ready)),
+            ("directory_bytes", "Memory of the directory's tables", directory_bytes),
+            ("intents", "Soft intents remembered", intents),
+            ("tombstones", "Removals that some node has not confirmed", tombstones),
+            ("store_failures", "Writes the state store refused", self._hub.journal.failures),
+        ):
+            yield GaugeMetricFamily(f"kvstrata_master_{name}", text, value=value)
+
+
+def application(hub: Hub, views: Views) -> Starlette:
+    """The ASGI application."""
+    registry = hub.metrics.registry
+    registry.register(_StateCollector(hub, views))
+
+    async def metrics(_: Request) -> Response:
+        return Response(await run_in_threadpool(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def healthz(_: Request) -> Response:
+        report = await run_in_threadpool(views.health)
+        body = MessageToDict(report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return JSONResponse(body, status_code=200 if report.healthy else 503)
+
+    async def readyz(_: Request) -> Response:
+        report = await run_in_threadpool(views.health)
+        return JSONResponse({"ready": report.ready}, status_code=200 if report.ready else 503)
+
+    return Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+        ]
+    )

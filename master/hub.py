@@ -1,0 +1,250 @@
+"""The state, its lock, its clock, and whoever carries out its commands.
+
+Every thread of the master comes through here: channel connections, sync streams, HTTP, the tick.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from kvstrata.master import messages as m
+from kvstrata.master.journal import Journal
+from kvstrata.master.metrics import Metrics
+from kvstrata.master.namespaces import Opened
+from kvstrata.master.placement import Placed
+from kvstrata.master.state import LookedUp, MasterState
+from kvstrata.master.store import StateStore
+from kvstrata.master.table import fold
+from kvstrata.proto.errors import InvalidArgument, Unavailable
+from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
+from kvstrata.proto.logs import get_logger
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+OUTBOX_MAX: Final = 20_000
+REMOVE_DEADLINE_MAX_S: Final = 10.0
+#: How often a removal that waits for its nodes looks again, should a wake-up be missed.
+REMOVE_POLL_S: Final = 0.05
+
+
+class Outbox:
+    """Commands on their way to one node. ``closed`` holds the reason once the session is over."""
+
+    def __init__(self) -> None:
+        self._queue: deque[m.Send] = deque()
+        self._changed = threading.Condition()
+        self.closed: str | None = None
+
+    def put(self, command: m.Send) -> None:
+        with self._changed:
+            if self.closed is None and len(self._queue) >= OUTBOX_MAX:
+                self.closed = "the node does not read what it is sent"
+            if isinstance(command, m.SendAck) and self._queue and isinstance(self._queue[-1], m.SendAck):
+                self._queue.pop()  # the newer acknowledgement says it all
+            self._queue.append(command)
+            self._changed.notify()
+
+    def close(self, reason: str) -> None:
+        with self._changed:
+            self.closed = self.closed or reason
+            self._changed.notify()
+
+    def get(self, timeout_s: float) -> m.Send | None:
+        """The next command; None after ``timeout_s`` without one, or when closed and empty."""
+        with self._changed:
+            if not self._queue and self.closed is None:
+                self._changed.wait(timeout_s)
+            return self._queue.popleft() if self._queue else None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    removed: int
+    unreached: list[str]
+
+
+class Hub:
+    """Thread-safe face of :class:`MasterState`."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        rng: random.Random,
+        grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.started_at = clock()
+        self.cluster_id = store.cluster_id()
+        self.journal = Journal(store)
+        self.metrics = Metrics()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._confirmed = threading.Condition(self._lock)
+        self._state = MasterState(clock(), rng, store.load(), grace_s)
+        self._outboxes: dict[int, Outbox] = {}
+
+    # ------------------------------------------------------------------ events
+
+    def handle(self, event: m.Event) -> None:
+        """Take an event in and carry out what follows."""
+        with self._lock:
+            commands = self._state.handle(event, self._clock())
+            self._deliver(commands)
+            if isinstance(event, m.CommandDone):
+                self._confirmed.notify_all()
+        self._settle(commands)
+
+    def attach(self, event: m.Attach) -> tuple[int, Outbox]:
+        """Begin a session: its id, and where its commands will appear.
+
+        Raises :class:`Unavailable` when the state will not have it.
+        """
+        outbox = Outbox()
+        with self._lock:
+            commands = self._state.handle(event, self._clock())
+            session = next((c.session for c in commands if isinstance(c, m.SendAttached)), None)
+            if session is not None:
+                self._outboxes[session] = outbox
+            self._deliver(commands)
+        self._settle(commands)
+        if session is None:
+            refusal = next((c.reason for c in commands if isinstance(c, m.CloseSession)), "refused")
+            raise Unavailable(f"node {event.facts.node_id} cannot attach: {refusal}")
+        return session, outbox
+
+    def link_lost(self, session: int) -> None:
+        """The stream of ``session`` ended."""
+        with self._lock:
+            self._outboxes.pop(session, None)
+        self.handle(m.LinkLost(session))
+
+    def tick(self) -> None:
+        """Let time pass, and try again what the store refused."""
+        self.handle(m.Tick())
+        self.journal.flush()
+
+    def _deliver(self, commands: Iterable[m.Command]) -> None:
+        """Hand session commands over, under the lock: their order is the order of events."""
+        for command in commands:
+            if isinstance(command, m.CloseSession):
+                outbox = self._outboxes.pop(command.session, None)
+                if outbox is not None:
+                    outbox.close(command.reason)
+            elif isinstance(command, m.SendAttached | m.SendResync | m.SendAck | m.SendRemove):
+                outbox = self._outboxes.get(command.session)
+                if outbox is not None:
+                    outbox.put(command)
+
+    def _settle(self, commands: Iterable[m.Command]) -> None:
+        """Write and log, outside the lock."""
+        writes = [c for c in commands if isinstance(c, m.SaveNode | m.SaveGroup | m.SaveTombstone)]
+        if writes:
+            self.journal.add(writes)
+            self.journal.flush()
+        for command in commands:
+            if isinstance(command, m.Report):
+                log.info(command.event, **command.fields)
+
+    # ------------------------------------------------------------------ clients' calls
+
+    def open_namespace(self, namespace: Namespace) -> tuple[int, int]:
+        """(handle, weight epoch) of a namespace."""
+        with self._lock:
+            opened, commands = self._state.open_namespace(namespace)
+        self._settle(commands)
+        return opened.handle, opened.group.epoch
+
+    def opened(self, handle: int) -> Opened:
+        with self._lock:
+            return self._state.namespaces.by_handle(handle)
+
+    def named(self, namespace: Namespace) -> Opened:
+        """Open a namespace and return it: what gRPC callers do in one step."""
+        handle, _ = self.open_namespace(namespace)
+        return self.opened(handle)
+
+    def lookup(self, opened: Opened, salt: str, hashes: bytes, boot_id: str) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
+        """Where blocks are, and the nodes that the codes' slots name."""
+        began = time.perf_counter()
+        check_salt(salt)
+        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
+        with self._lock:
+            answer = self._state.lookup(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
+            facts = self._state.slot_facts
+        self.metrics.looked_up(answer, time.perf_counter() - began)
+        return answer, facts
+
+    def place(self, opened: Opened, salt: str, hashes: bytes, boot_id: str) -> tuple[Placed, dict[int, m.NodeFacts]]:
+        """Where to store blocks, and the nodes that the codes' slots name."""
+        check_salt(salt)
+        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
+        with self._lock:
+            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
+            facts = self._state.slot_facts
+        self.metrics.placed(np.bincount(placed.states, minlength=4))
+        return placed, facts
+
+    def miss(self, report: m.MissReport) -> None:
+        with self._lock:
+            opened = self._state.namespaces.by_handle(report.handle)
+        check_salt(report.salt)
+        _whole(report.hashes, opened.namespace.hash_bytes)
+        self.handle(report)
+
+    def remove(self, opened: Opened, salt: str, hashes: bytes, deadline_s: float) -> Removed:
+        """Remove blocks everywhere; waits at most ``deadline_s`` for the attached nodes to confirm.
+
+        Raises :class:`Unavailable` when nodes are away and the store cannot remember the removal for them.
+        """
+        check_salt(salt)
+        _whole(hashes, opened.namespace.hash_bytes)
+        deadline = time.monotonic() + min(deadline_s, REMOVE_DEADLINE_MAX_S)
+        with self._lock:
+            removal, commands = self._state.remove(opened.namespace, salt, hashes, self._clock())
+            self._deliver(commands)
+        self._settle(commands)
+        with self._lock:
+            while True:
+                unreached = self._state.tombstones.unconfirmed(removal.command)
+                left = deadline - time.monotonic()
+                if left <= 0 or not removal.awaited.intersection(unreached):
+                    break
+                self._confirmed.wait(min(left, REMOVE_POLL_S))
+        if unreached and (problem := self.journal.problem()):
+            raise Unavailable(f"removed, but {', '.join(unreached)} will not learn of it after a restart: {problem}")
+        return Removed(removal.removed, unreached)
+
+    def heartbeat(self, event: m.Heartbeat) -> bool:
+        """True when this incarnation of the node is attached here."""
+        self.handle(event)
+        with self._lock:
+            return self._state.knows(event.node_id, event.incarnation)
+
+    # ------------------------------------------------------------------ health
+
+    def read(self, question: Callable[[MasterState, float], T]) -> T:
+        """Ask the state something under the lock. The question must be quick and keep nothing."""
+        with self._lock:
+            return question(self._state, self._clock())
+
+    def uptime_s(self) -> float:
+        return self._clock() - self.started_at
+
+
+def _whole(hashes: bytes, hash_bytes: int) -> int:
+    """``hash_bytes``, if ``hashes`` is a whole number of them within the bound."""
+    if len(hashes) % hash_bytes:
+        raise InvalidArgument(f"hashes are {len(hashes)} bytes: not a multiple of hash_bytes = {hash_bytes}")
+    if len(hashes) > HASHES_MAX * hash_bytes:
+        raise InvalidArgument(f"{len(hashes) // hash_bytes} hashes in one call: at most {HASHES_MAX} are allowed")
+    return hash_bytes

@@ -1,0 +1,80 @@
+"""Writes on their way to the state store: in order, retried until they are in, seen in health."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
+from kvstrata.master.store import StateStore
+from kvstrata.proto.errors import Unavailable
+from kvstrata.proto.logs import get_logger
+
+log = get_logger(__name__)
+
+#: Distinct rows that may wait while the store refuses writes; past it the oldest is given up, and counted.
+PENDING_MAX: Final = 20_000
+
+
+class Journal:
+    """Keeps the newest version of each row until the store has taken it. Thread-safe.
+
+    A store that is full or locked costs nothing but durability: the master goes on, and says so.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self.failures = 0
+        self.given_up = 0
+        self._store = store
+        self._pending: dict[tuple[str, str], Save] = {}
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._error = ""
+
+    def add(self, writes: Iterable[Save]) -> None:
+        """Queue writes; they are durable once :meth:`flush` has returned True."""
+        with self._lock:
+            for write in writes:
+                key = _row(write)
+                self._pending.pop(key, None)
+                self._pending[key] = write
+            while len(self._pending) > PENDING_MAX:
+                self._pending.pop(next(iter(self._pending)))
+                self.given_up += 1
+
+    def flush(self) -> bool:
+        """Try to write all that waits; True when nothing waits any more."""
+        with self._flushing:
+            with self._lock:
+                batch = dict(self._pending)
+            if not batch:
+                return True
+            try:
+                self._store.save(batch.values())
+            except Unavailable as error:
+                self.failures += 1
+                self._error = str(error)
+                log.error("state store refused a write", error=str(error), waiting=len(batch))
+                return False
+            with self._lock:
+                self._error = ""
+                for key, write in batch.items():
+                    if self._pending.get(key) is write:
+                        del self._pending[key]
+                return not self._pending
+
+    def problem(self) -> str:
+        """Why rows wait, or an empty string."""
+        with self._lock:
+            return f"{self._error} ({len(self._pending)} rows wait)" if self._error else ""
+
+
+def _row(write: Save) -> tuple[str, str]:
+    match write:
+        case SaveNode():
+            return "node", write.node_id
+        case SaveGroup():
+            return "group", write.namespace.group
+        case SaveTombstone():
+            return "tombstone", str(write.command)

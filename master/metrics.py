@@ -1,0 +1,66 @@
+"""Counters of the master's own work. Blocks asked = hits by tier + misses by reason."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from kvstrata.master.state import LookedUp
+from kvstrata.proto.status import PlaceState, Tier
+
+_LATENCY_BUCKETS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
+
+
+class Metrics:
+    """Own registry, so that two masters in one process (tests) do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._lookups = Counter("kvstrata_master_lookups", "Lookups answered", registry=self.registry)
+        self._asked = Counter("kvstrata_master_blocks_asked", "Blocks asked for in lookups", registry=self.registry)
+        hits = Counter("kvstrata_master_block_hits", "Blocks found, by tier", ["tier"], registry=self.registry)
+        misses = Counter(
+            "kvstrata_master_block_misses", "Blocks not found, by reason", ["reason"], registry=self.registry
+        )
+        places = Counter("kvstrata_master_blocks_placed", "Blocks placed, by answer", ["state"], registry=self.registry)
+        self._seconds = Histogram(
+            "kvstrata_master_lookup_seconds",
+            "Time in a lookup, its wait for the lock included",
+            buckets=_LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self._hits = [hits.labels(tier.name.lower()) for tier in Tier]
+        self._not_yet = misses.labels("not_yet")
+        self._absent = misses.labels("absent")
+        self._unroutable = misses.labels("unroutable")
+        self._shard_missing = misses.labels("shard_missing")
+        self._places = [places.labels(state.name.lower()) for state in PlaceState]
+
+    def looked_up(self, answer: LookedUp, seconds: float) -> None:
+        """Count one lookup."""
+        found = answer.found
+        asked = len(found.codes)
+        self._lookups.inc()
+        self._asked.inc(asked)
+        self._seconds.observe(seconds)
+        tiers = np.bincount((found.codes[found.present] - np.uint16(1)) & np.uint16(3), minlength=len(self._hits))
+        for counter, count in zip(self._hits, tiers.tolist(), strict=False):
+            if count:
+                counter.inc(count)
+        missing = asked - int(tiers.sum())
+        if answer.not_yet:
+            self._not_yet.inc(missing)
+            return
+        held = int(np.count_nonzero(found.codes))
+        self._shard_missing.inc(held - int(tiers.sum()))
+        self._unroutable.inc(found.unroutable)
+        self._absent.inc(asked - held - found.unroutable)
+
+    def placed(self, states: npt.NDArray[np.int64]) -> None:
+        """Count one placement: blocks by :class:`PlaceState`."""
+        for counter, count in zip(self._places, states.tolist(), strict=True):
+            if count:
+                counter.inc(count)

@@ -1,0 +1,188 @@
+"""Where new blocks go: same host first, else the roomier of two random nodes, in runs.
+
+The directory and the nodes' reports come in from outside, randomness too. The only memory here is the
+soft intents: which node a block was sent to in the last half minute, so that a second writer of the same
+block is told instead of sent.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.master.holders import Codes, code_of
+from kvstrata.master.table import Keys, Table, Values
+from kvstrata.proto.status import PlaceState
+
+INTENT_S: Final = 30.0
+#: Intents remembered at most, twice this while two generations overlap: the older are forgotten first.
+INTENTS_MAX: Final = 1 << 20
+#: Blocks of one call that go to one node together. A load of a long prefix can then use several nodes.
+RUN_BLOCKS: Final = 64
+#: A node on the writer's host has headroom with this share free, or when no node is emptier by more.
+HEADROOM: Final = 0.05
+#: What a full node weighs beside its capacity: it evicts, so it takes new blocks too.
+FULL_WEIGHT: Final = 0.02
+RAMP_S: Final = 30.0
+RAMP_MIN: Final = 0.05
+#: Intents keep time in quarter seconds, in 17 bits: they live a minute at most, the clock wraps in nine hours.
+_TICKS_A_SECOND: Final = 4
+_TICK_MASK: Final = (1 << 17) - 1
+_TICK_BITS: Final = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An active node: ``free`` and ``capacity`` in bytes, ``ramp`` 0..1 is its share while it joins."""
+
+    slot: int
+    boot_id: str
+    free: int
+    capacity: int
+    ramp: float = 1.0
+
+    @property
+    def free_share(self) -> float:
+        return self.free / self.capacity if self.capacity else 0.0
+
+    @property
+    def weight(self) -> float:
+        return self.ramp * (self.free + FULL_WEIGHT * self.capacity + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """``codes`` u16[n] (1 + 4 * slot; 0 nowhere) and ``states`` u8[n] (:class:`PlaceState`)."""
+
+    codes: Codes
+    states: npt.NDArray[np.uint8]
+
+
+def ramp_at(age_s: float) -> float:
+    """The share of a node that became active ``age_s`` ago."""
+    return min(1.0, max(RAMP_MIN, age_s / RAMP_S))
+
+
+class Placement:
+    """Decides, and remembers intents. ``rng`` is the only source of chance."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._intents = Table()
+        self._older = Table()
+        self._rotated_at = 0.0
+
+    def place(
+        self,
+        keys: Keys,
+        scope: Keys,
+        present: Codes,
+        candidates: Sequence[Candidate],
+        boot_id: str,
+        now: float,
+    ) -> Placed:
+        """One decision a block.
+
+        ``present`` is the directory's answer (u16[n]); ``scope`` (u64[1, 2]) tells apart equal hashes of
+        different tenants and shards. A block without a node gets ``NOWHERE`` only when no node is active.
+        """
+        codes = np.where(present != 0, (present - np.uint16(1)) // 4 * 4 + 1, 0).astype(np.uint16)
+        states = np.where(present != 0, np.uint8(PlaceState.PRESENT), np.uint8(PlaceState.NEW))
+        absent = np.flatnonzero(present == 0)
+        if not absent.size:
+            return Placed(codes, states)
+        if not candidates:
+            states[absent] = PlaceState.NOWHERE
+            return Placed(codes, states)
+        self._rotate(now)
+        scoped = keys[absent] ^ scope
+        intended = self._intended(scoped, {candidate.slot for candidate in candidates}, now)
+        codes[absent] = intended
+        states[absent[intended != 0]] = PlaceState.IN_FLIGHT
+        fresh = intended == 0
+        new = absent[fresh]
+        if new.size:
+            codes[new] = self._choose(new, candidates, boot_id)
+            self._remember(scoped[fresh], codes[new], now)
+        return Placed(codes, states)
+
+    # ------------------------------------------------------------------ choice
+
+    def _choose(self, positions: npt.NDArray[np.int64], candidates: Sequence[Candidate], boot_id: str) -> Codes:
+        """A node for each run of ``RUN_BLOCKS`` positions of the call."""
+        if len(candidates) == 1:
+            return np.full(len(positions), 1 + code_of(candidates[0].slot, 0), dtype=np.uint16)
+        runs = positions // RUN_BLOCKS
+        first, last = int(runs[0]), int(runs[-1])
+        local = _with_headroom(candidates, boot_id)
+        chosen = [1 + code_of(self._one(candidates, local).slot, 0) for _ in range(first, last + 1)]
+        return np.array(chosen, dtype=np.uint16)[runs - first]
+
+    def _one(self, candidates: Sequence[Candidate], local: Sequence[Candidate]) -> Candidate:
+        if local:
+            settled = max(candidate.ramp for candidate in candidates)
+            nearest = self._two_choices(local)
+            if nearest.ramp >= settled or self._rng.random() < nearest.ramp / settled:
+                return nearest
+        return self._two_choices(candidates)
+
+    def _two_choices(self, candidates: Sequence[Candidate]) -> Candidate:
+        if len(candidates) == 1:
+            return candidates[0]
+        one, other = self._rng.choices(candidates, weights=[candidate.weight for candidate in candidates], k=2)
+        return one if one.free_share * one.ramp >= other.free_share * other.ramp else other
+
+    # ------------------------------------------------------------------ intents
+
+    def _intended(self, scoped: Keys, slots: set[int], now: float) -> Codes:
+        """Location codes of fresh intents for nodes in ``slots``: u16[n], 0 where there is none."""
+        values = self._intents.find(scoped)
+        if self._older.live:
+            values = np.where(values != 0, values, self._older.find(scoped)).astype(np.uint32)
+        if not values.any():
+            return np.zeros(len(scoped), dtype=np.uint16)
+        age = (_tick(now) - (values & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
+        slot = (values >> np.uint32(_TICK_BITS)).astype(np.int64) - 1
+        usable = (values != 0) & (age < INTENT_S * _TICKS_A_SECOND)
+        usable &= np.isin(slot, np.fromiter(slots, dtype=np.int64))
+        return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16)
+
+    def _remember(self, scoped: Keys, codes: Codes, now: float) -> None:
+        slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
+        values: Values = ((slots + np.uint32(1)) << np.uint32(_TICK_BITS)) | np.uint32(_tick(now))
+        self._intents.put(scoped, values)
+
+    def _rotate(self, now: float) -> None:
+        if now - self._rotated_at >= INTENT_S or self._intents.live >= INTENTS_MAX:
+            self._older = self._intents if now - self._rotated_at < 2 * INTENT_S else Table()
+            self._intents = Table()
+            self._rotated_at = now
+
+    @property
+    def intents(self) -> int:
+        """Intents remembered, fresh and lapsed."""
+        return self._intents.live + self._older.live
+
+    def check(self) -> None:
+        self._intents.check()
+        self._older.check()
+
+
+def _with_headroom(candidates: Sequence[Candidate], boot_id: str) -> list[Candidate]:
+    emptiest = max(candidate.free_share for candidate in candidates)
+    return [
+        candidate
+        for candidate in candidates
+        if boot_id
+        and candidate.boot_id == boot_id
+        and (candidate.free_share >= HEADROOM or candidate.free_share >= emptiest - HEADROOM)
+    ]
+
+
+def _tick(now: float) -> int:
+    return int(now * _TICKS_A_SECOND) & _TICK_MASK

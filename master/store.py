@@ -1,0 +1,235 @@
+"""Durable policy: roster, namespaces, removals, cluster id. One SQLite file, or memory.
+
+What a store keeps is small and rarely written, so every write is flushed (``synchronous=FULL``). Blocks
+are not in here: their truth is on the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
+from kvstrata.master.state import Saved
+from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
+from kvstrata.proto.keys import Namespace
+
+SCHEMA_VERSION: Final = 1
+#: A second process that holds the file is waited for this long.
+LOCKED_S: Final = 2.0
+
+_SCHEMA: Final = """
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE nodes (
+    node_id TEXT PRIMARY KEY, dram_bytes INTEGER NOT NULL, ssd_bytes INTEGER NOT NULL, gone INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE groups (
+    name TEXT PRIMARY KEY, block_bytes INTEGER NOT NULL, block_tokens INTEGER NOT NULL,
+    hash_bytes INTEGER NOT NULL, shard_count INTEGER NOT NULL, epoch INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE tombstones (
+    command INTEGER PRIMARY KEY, name TEXT NOT NULL, shard INTEGER NOT NULL, salt BLOB NOT NULL,
+    hashes BLOB NOT NULL, waiting TEXT NOT NULL
+);
+"""
+
+#: Steps from a schema version to the next one, run in order inside one transaction.
+_UPGRADES: Final[dict[int, Callable[[sqlite3.Connection], None]]] = {}
+
+
+class StateStore(Protocol):
+    """Where policy lives. Errors while running are :class:`Unavailable`: the caller may try again."""
+
+    def cluster_id(self) -> str:
+        """Made once, when the store is new."""
+        ...
+
+    def load(self) -> Saved:
+        """Everything durable."""
+        ...
+
+    def save(self, writes: Iterable[Save]) -> None:
+        """Make all of ``writes`` durable, or none. Raises :class:`Unavailable`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SqliteStore:
+    """The file at ``path``, or memory for ``None``. Opening raises :class:`ConfigError` saying what to do.
+
+    Thread-safe: one connection behind a lock.
+    """
+
+    def __init__(self, path: Path | None, cluster_id: str | None = None) -> None:
+        self._where = ":memory:" if path is None else str(path)
+        self._lock = threading.Lock()
+        try:
+            self._connection = sqlite3.connect(
+                self._where, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._open(cluster_id)
+            except BaseException:
+                self._connection.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(_advice(self._where, error)) from error
+
+    # ------------------------------------------------------------------ opening
+
+    def _open(self, cluster_id: str | None) -> None:
+        self._connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("BEGIN IMMEDIATE")
+        version = int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+        if version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self._where} has schema version {version}, this build knows {SCHEMA_VERSION}: "
+                "run the newer kvstrata that wrote it, or give another --state"
+            )
+        if version == 0:
+            self._create()
+        for step in range(version or SCHEMA_VERSION, SCHEMA_VERSION):
+            _UPGRADES[step](self._connection)
+        self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._settle_cluster_id(cluster_id)
+        self._connection.execute("COMMIT")
+
+    def _create(self) -> None:
+        tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if tables:
+            raise ConfigError(f"{self._where} is a database of something else: give another --state")
+        for statement in filter(str.strip, _SCHEMA.split(";")):
+            self._connection.execute(statement)
+
+    def _settle_cluster_id(self, wanted: str | None) -> None:
+        row = self._connection.execute("SELECT value FROM facts WHERE name = 'cluster_id'").fetchone()
+        if row is None:
+            fresh = wanted or secrets.token_hex(8)
+            self._connection.execute("INSERT INTO facts VALUES ('cluster_id', ?)", (fresh,))
+        elif wanted is not None and row[0] != wanted:
+            raise ConfigError(
+                f"{self._where} belongs to cluster {row[0]}, not {wanted}: give the cluster's own --state, or a new one"
+            )
+
+    # ------------------------------------------------------------------ reading
+
+    def cluster_id(self) -> str:
+        with self._lock:
+            return str(self._connection.execute("SELECT value FROM facts WHERE name = 'cluster_id'").fetchone()[0])
+
+    def load(self) -> Saved:
+        """Everything durable; raises :class:`ConfigError` when a row makes no sense."""
+        try:
+            with self._lock:
+                nodes = self._connection.execute("SELECT node_id, dram_bytes, ssd_bytes, gone FROM nodes").fetchall()
+                groups = self._connection.execute(_GROUPS).fetchall()
+                stones = self._connection.execute(_TOMBSTONES).fetchall()
+                last = self._connection.execute("SELECT value FROM facts WHERE name = 'last_command'").fetchone()
+            saved_groups = tuple(_group(row) for row in groups)
+            by_name = {group.namespace.group: group.namespace for group in saved_groups}
+            return Saved(
+                nodes=tuple(SaveNode(row[0], row[1], row[2], bool(row[3])) for row in nodes),
+                groups=saved_groups,
+                tombstones=tuple(_tombstone(row, by_name) for row in stones),
+                last_command=int(last[0]) if last else 0,
+            )
+        except (sqlite3.Error, InvalidArgument, LookupError, ValueError) as error:
+            raise ConfigError(
+                f"{self._where} cannot be read: {error}; restore a copy, or give a new --state"
+            ) from error
+
+    # ------------------------------------------------------------------ writing
+
+    def save(self, writes: Iterable[Save]) -> None:
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                for write in writes:
+                    self._write(write)
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._roll_back()
+                raise Unavailable(f"state store {self._where}: {error}") from error
+
+    def _write(self, write: Save) -> None:
+        execute = self._connection.execute
+        if isinstance(write, SaveNode):
+            row = (write.node_id, write.dram_bytes, write.ssd_bytes, int(write.gone))
+            execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", row)
+        elif isinstance(write, SaveGroup):
+            ns = write.namespace
+            layout = (ns.group, ns.block_bytes, ns.block_tokens, ns.hash_bytes, ns.shard_count, write.epoch)
+            execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", layout)
+        elif write.waiting:
+            ns = write.namespace
+            stone = (
+                write.command,
+                ns.group,
+                ns.shard,
+                _salt_bytes(write.salt),
+                write.hashes,
+                json.dumps(write.waiting),
+            )
+            execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?, ?, ?)", stone)
+            execute("INSERT OR REPLACE INTO facts VALUES ('last_command', ?)", (str(write.command),))
+        else:
+            execute("DELETE FROM tombstones WHERE command = ?", (write.command,))
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            try:
+                self._connection.execute("ROLLBACK")
+            except sqlite3.Error as error:
+                raise Unavailable(f"state store {self._where}: {error} while rolling back") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+
+_GROUPS: Final = "SELECT name, block_bytes, block_tokens, hash_bytes, shard_count, epoch FROM groups"
+#: Numbers are given out once, also those of removals that every node confirmed before they were written.
+_LAST_COMMAND: Final = """
+INSERT INTO facts VALUES ('last_command', CAST(?1 AS TEXT))
+ON CONFLICT (name) DO UPDATE SET value = CAST(MAX(CAST(value AS INTEGER), ?1) AS TEXT)
+"""
+_TOMBSTONES: Final = "SELECT command, name, shard, salt, hashes, waiting FROM tombstones ORDER BY command"
+
+
+def _group(row: tuple[str, int, int, int, int, int]) -> SaveGroup:
+    name, block_bytes, block_tokens, hash_bytes, shard_count, epoch = row
+    return SaveGroup(Namespace(name, block_bytes, block_tokens, hash_bytes, 0, shard_count).validated(), epoch)
+
+
+def _tombstone(row: tuple[int, str, int, bytes, bytes, str], groups: dict[str, Namespace]) -> SaveTombstone:
+    command, name, shard, salt, hashes, waiting = row
+    known = groups[name]
+    namespace = Namespace(
+        name, known.block_bytes, known.block_tokens, known.hash_bytes, shard, known.shard_count
+    ).validated()
+    return SaveTombstone(command, namespace, salt.decode(), hashes, tuple(json.loads(waiting)))
+
+
+def _salt_bytes(salt: str) -> bytes:
+    """Salts may hold NUL characters, at which SQLite's own text functions stop."""
+    return salt.encode()
+
+
+def _advice(where: str, error: Exception) -> str:
+    text = str(error)
+    if "locked" in text:
+        return f"state store {where} is in use by another process: stop that master, or give another --state"
+    if "not a database" in text or "malformed" in text:
+        return f"state store {where} is not one of ours ({text}): give another --state, or restore a copy"
+    if "full" in text:
+        return f"state store {where}: {text}; free space on that disk, or give another --state"
+    if "readonly" in text or "unable to open" in text:
+        return f"state store {where}: {text}; its directory must exist and be writable"
+    return f"state store {where}: {text}"

@@ -1,0 +1,129 @@
+"""What people and scripts may see of a master: rows and totals, built from a moment's state."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from kvstrata.master.hub import Hub
+from kvstrata.master.liveness import NodeState
+from kvstrata.master.nodes import Node
+from kvstrata.master.state import MasterState
+from kvstrata.proto import control_pb2 as control
+from kvstrata.transfer.channel import SOFTWARE
+from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.server import Session
+
+
+class Views:
+    """Reads the hub, the channel's sessions and the loops. Every call is bounded and changes nothing."""
+
+    def __init__(self, hub: Hub, sessions: Mapping[bytes, Session], loops: Loops) -> None:
+        self._hub = hub
+        self._sessions = sessions
+        self._loops = loops
+
+    def nodes(self) -> control.NodeList:
+        """Every rostered node, those that are away included."""
+        return self._hub.read(
+            lambda state, now: control.NodeList(nodes=[_node_row(state, node, now) for node in state.nodes])
+        )
+
+    def clients(self) -> control.ClientList:
+        """Client processes that are connected now."""
+        now = time.monotonic()
+        return control.ClientList(clients=[_client_row(session, now) for session in self._client_sessions()])
+
+    def namespaces(self) -> control.NamespaceList:
+        """Every shard that has blocks, and shard 0 of every group that has none."""
+        return self._hub.read(_namespace_list)
+
+    def health(self) -> control.HealthReport:
+        """Totals and problems; ``ready`` is False while lookups may still answer "not yet"."""
+        report = self._hub.read(_totals)
+        report.cluster_id = self._hub.cluster_id
+        report.software = SOFTWARE
+        report.uptime_seconds = self._hub.uptime_s()
+        report.clients = len(self._client_sessions())
+        report.problems.extend([*self._loops.problems(), *filter(None, [self._hub.journal.problem()])])
+        report.healthy = not report.problems
+        for name, age_s in self._loops.ages_s().items():
+            report.loop_age_seconds[name] = age_s
+        return report
+
+    def _client_sessions(self) -> list[Session]:
+        return [session for session in list(self._sessions.values()) if session.hello.role == "client"]
+
+
+def _node_row(state: MasterState, node: Node, now: float) -> control.NodeRow:
+    row = control.NodeRow(
+        node_id=node.node_id, state=node.state.value, dram_bytes=node.dram_bytes, ssd_bytes=node.ssd_bytes
+    )
+    if node.facts is not None:
+        facts = node.facts
+        row.incarnation, row.software = facts.incarnation, facts.software
+        row.channel, row.unix_path, row.http = facts.channel, facts.unix_path, facts.http
+        row.host, row.boot_id = facts.host, facts.boot_id
+    if node.pulse is not None:
+        row.heartbeat_age_seconds = max(0.0, node.pulse.silence_s(now))
+        row.progress_age_seconds = max(0.0, node.pulse.progress_age_s(now))
+    if node.attachment is not None:
+        row.applied_seq = node.attachment.applied_seq
+        row.synced = node.attachment.synced
+        row.blocks = 0 if node.attachment.slot is None else state.directory.blocks_of(node.attachment.slot)
+    if node.usage is not None:
+        usage = node.usage
+        row.status.CopyFrom(
+            control.NodeStatus(
+                dram_bytes_used=usage.dram_bytes_used,
+                dram_bytes_free=usage.dram_bytes_free,
+                blocks=usage.blocks,
+                ssd_bytes_used=usage.ssd_bytes_used,
+                clients=usage.clients,
+                leases=usage.leases,
+                reservations=usage.reservations,
+                loop_age_seconds=dict(usage.loop_age_seconds),
+            )
+        )
+    return row
+
+
+def _client_row(session: Session, now: float) -> control.ClientRow:
+    hello = session.hello
+    return control.ClientRow(
+        session=session.key.hex(),
+        name=hello.name,
+        host=hello.host,
+        pid=hello.pid,
+        software=hello.software,
+        connected_seconds=now - session.opened_at,
+        lookups=session.requests,
+        idle_seconds=max(0.0, now - session.used_at),
+    )
+
+
+def _namespace_list(state: MasterState, now: float) -> control.NamespaceList:
+    blocks: Counter[tuple[int, int]] = Counter()
+    salts: Counter[tuple[int, int]] = Counter()
+    for table, count in state.directory.tables():
+        blocks[table.group, table.shard] += count
+        salts[table.group, table.shard] += 1
+    rows = []
+    for group in state.namespaces.groups:
+        shards = sorted(shard for number, shard in blocks if number == group.number) or [0]
+        for shard in shards:
+            key = (group.number, shard)
+            spec = group.namespace(shard).to_spec()
+            rows.append(control.NamespaceRow(spec=spec, epoch=group.epoch, blocks=blocks[key], salts=salts[key]))
+    return control.NamespaceList(namespaces=rows)
+
+
+def _totals(state: MasterState, now: float) -> control.HealthReport:
+    active = sum(node.state is NodeState.ACTIVE for node in state.nodes)
+    return control.HealthReport(
+        ready=not state.recovering(now),
+        blocks=state.directory.blocks,
+        nodes_active=active,
+        nodes_total=len(state.nodes),
+    )
