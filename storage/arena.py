@@ -1,0 +1,149 @@
+"""The node's DRAM: slabs of equal size, each cut into slots of one size at a time.
+
+All memory is allocated and faulted at the start. A slab takes a slot size when a size needs one and goes
+back to the free list when its last slot is freed, so that namespaces with different block sizes share a
+node. What to evict when nothing is free is the inventory's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvstrata.proto.errors import ConfigError
+from kvstrata.storage.slab import Slab, slots_of
+
+SLAB_BYTES_MIN: Final = 4 << 20
+SLAB_BYTES_MAX: Final = 256 << 20
+#: Default slab: this part of all DRAM, within the bounds above.
+SLABS_WANTED: Final = 8
+SLABS_MIN: Final = 2
+#: An explicit slab size may be as small as this (tests, tiny pools).
+SLAB_BYTES_FLOOR: Final = 64 << 10
+HUGEPAGE_BYTES: Final = 2 << 20
+_PAGE: Final = 4096
+
+
+def slab_bytes_for(dram_bytes: int, wanted: int | None, *, hugepages: bool = False) -> int:
+    """The slab size of a pool; raises :class:`ConfigError` when two slabs do not fit.
+
+    Default: an eighth of DRAM, 4 MiB to 256 MiB, and never more than half of DRAM.
+    """
+    if wanted is None:
+        size = min(max(dram_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX, dram_bytes // SLABS_MIN)
+    else:
+        size = wanted
+    grain = HUGEPAGE_BYTES if hugepages else _PAGE
+    size -= size % grain
+    if size < SLAB_BYTES_FLOOR:
+        raise ConfigError(f"slabs of {size} bytes are too small: at least {SLAB_BYTES_FLOOR} (is --dram too small?)")
+    if size * SLABS_MIN > dram_bytes:
+        raise ConfigError(f"{dram_bytes} bytes of DRAM hold no {SLABS_MIN} slabs of {size}: raise --dram")
+    return size
+
+
+class Arena:
+    """Slabs and their generations. Not thread-safe: its owner's lock covers it.
+
+    Raises :class:`ConfigError` when the memory is not to be had.
+    """
+
+    def __init__(self, dram_bytes: int, slab_bytes: int | None = None, *, hugepages: bool = False) -> None:
+        self.slab_bytes = slab_bytes_for(dram_bytes, slab_bytes, hugepages=hugepages)
+        self.slabs: list[Slab] = []
+        try:
+            for index in range(dram_bytes // self.slab_bytes):
+                self.slabs.append(Slab(index, self.slab_bytes, hugepages=hugepages))
+        except BaseException:
+            self.close()
+            raise
+        self.bytes_total = len(self.slabs) * self.slab_bytes
+        self.bytes_used = 0
+        self._free: list[Slab] = list(reversed(self.slabs))
+        self._shaped: dict[int, dict[int, Slab]] = {}
+        self._generation = 0
+
+    def slots_in_a_slab(self, slot_bytes: int) -> int:
+        """0 when a block of that size can never be held."""
+        return slots_of(self.slab_bytes, slot_bytes)
+
+    def allocate(self, slot_bytes: int, count: int) -> list[tuple[Slab, int]]:
+        """Up to ``count`` free slots, in ascending runs; fewer when nothing more is free.
+
+        The caller enters a record for each by :meth:`occupy` before it does anything else.
+        """
+        slots: list[tuple[Slab, int]] = []
+        shaped = self._shaped.get(slot_bytes, {})
+        for slab in shaped.values():
+            if slab.free:
+                slots.extend((slab, slot) for slot in slab.take(count - len(slots)))
+                if len(slots) == count:
+                    return slots
+        while len(slots) < count and (fresh := self._shape_one(slot_bytes)) is not None:
+            slots.extend((fresh, slot) for slot in fresh.take(count - len(slots)))
+        return slots
+
+    def _shape_one(self, slot_bytes: int) -> Slab | None:
+        if not self._free or not self.slots_in_a_slab(slot_bytes):
+            return None
+        slab = self._free.pop()
+        slab.shape(slot_bytes)
+        self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
+        return slab
+
+    def next_generation(self) -> int:
+        """A number no slot of this node has ever had."""
+        self._generation += 1
+        return self._generation
+
+    def free(self, slab: Slab, slot: int) -> None:
+        """Give one slot back; an empty slab goes back to the free list."""
+        slab.give_back(slot)
+        self.bytes_used -= slab.slot_bytes
+        if not slab.blocks:
+            shaped = self._shaped[slab.slot_bytes]
+            del shaped[slab.index]
+            if not shaped:
+                del self._shaped[slab.slot_bytes]
+            slab.shape(0)
+            self._free.append(slab)
+
+    def shared(self) -> bool:
+        """True when slots of more than one size are in use."""
+        return len(self._shaped) > 1
+
+    def others(self, slot_bytes: int, fits: Callable[[Slab], bool]) -> list[Slab]:
+        """Slabs cut to any other slot size for which ``fits`` is true; O(slabs)."""
+        return [s for size, shaped in self._shaped.items() if size != slot_bytes for s in shaped.values() if fits(s)]
+
+    def capacity(self) -> dict[int, tuple[int, int]]:
+        """slot size -> (slots taken, slots cut)."""
+        return {
+            size: (sum(len(s.blocks) for s in shaped.values()), sum(s.slots for s in shaped.values()))
+            for size, shaped in self._shaped.items()
+        }
+
+    @property
+    def free_slabs(self) -> int:
+        return len(self._free)
+
+    def check(self) -> None:
+        """Assert that bytes add up and that no slab or slot is in two places."""
+        used = 0
+        in_use: set[int] = set()
+        for size, shaped in self._shaped.items():
+            for index, slab in shaped.items():
+                assert slab.index == index and slab.slot_bytes == size and slab.blocks
+                slab.check()
+                used += len(slab.blocks) * size
+                in_use.add(index)
+        assert used == self.bytes_used, f"{self.bytes_used} bytes counted as used, {used} are"
+        unused = {slab.index for slab in self._free}
+        assert not unused & in_use and len(unused) == len(self._free)
+        assert len(unused) + len(in_use) == len(self.slabs), "a slab is neither free nor in use"
+        assert all(slab.slot_bytes == 0 and not slab.blocks and not slab.pinned for slab in self._free)
+
+    def close(self) -> None:
+        """Give all memory back. Views handed out keep theirs."""
+        for slab in self.slabs:
+            slab.close()

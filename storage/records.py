@@ -1,0 +1,152 @@
+"""What the node keeps for a namespace, a tenant's shelf in it, a block, a lease and a reservation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstrata.proto.keys import Namespace
+from kvstrata.storage.slab import Slab, slot_size
+
+if TYPE_CHECKING:
+    from kvstrata.storage.isolated_lru import Queue
+
+#: States of a block. Plain integers: they are compared once a block on the hottest path.
+IN_FLIGHT: Final = 0  #: reserved; its key is taken, its bytes are not there yet
+VISIBLE: Final = 1  #: committed: may be read
+LEAVING: Final = 2  #: not to be found any more; its slot goes when leases or movers let go of it
+GONE: Final = 3  #: its slot has been freed
+
+
+class NamespaceEntry:
+    """One namespace by its handle, with what the hot path needs of it at hand."""
+
+    __slots__ = ("block_bytes", "handle", "namespace", "slot_bytes", "width")
+
+    def __init__(self, handle: int, namespace: Namespace) -> None:
+        self.handle = handle
+        self.namespace = namespace
+        self.width = namespace.hash_bytes
+        self.block_bytes = namespace.block_bytes
+        self.slot_bytes = slot_size(namespace.block_bytes)
+
+
+class Shelf:
+    """All blocks of one tenant in one namespace: hash -> record, in flight or visible."""
+
+    __slots__ = ("blocks", "entry", "salt")
+
+    def __init__(self, entry: NamespaceEntry, salt: str) -> None:
+        self.entry = entry
+        self.salt = salt
+        self.blocks: dict[bytes, Block] = {}
+
+
+class Block:
+    """One slot's tenant. ``parent`` is the block before it in its chain, when that is here too.
+
+    ``children`` counts resident blocks whose parent this is: they leave first. ``parked`` is set while
+    the LRU has taken a protected block out of its order.
+    """
+
+    __slots__ = (
+        "checksum", "children", "generation", "hash", "index", "leases", "parent", "parked", "queue", "shelf",
+        "slab", "slot", "stamp", "state",
+    )  # fmt: skip
+
+    def __init__(self, shelf: Shelf, key: bytes, slab: Slab, slot: int, generation: int, index: int) -> None:
+        self.shelf = shelf
+        self.hash = key
+        self.slab = slab
+        self.slot = slot
+        self.generation = generation
+        self.index = index
+        self.checksum = 0
+        self.leases = 0
+        self.state = IN_FLIGHT
+        self.stamp = 0
+        self.parent: Block | None = None
+        self.children = 0
+        self.parked = False
+        self.queue: Queue | None = None
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of its slot in the slab's memfd."""
+        return self.slab.offset(self.slot)
+
+    def bytes(self) -> memoryview:
+        """Its payload, in place. Only for who holds a lease on it or is writing it."""
+        start = self.slab.offset(self.slot)
+        return self.slab.view[start : start + self.shelf.entry.block_bytes]
+
+
+class Lease:
+    """The right of one session to read some blocks until ``deadline`` (the node's monotonic seconds).
+
+    ``session`` is empty for reads the node itself does for a caller: those end when they end.
+    """
+
+    __slots__ = ("blocks", "deadline", "granted_at", "id", "session", "view_bytes")
+
+    def __init__(self, number: int, session: bytes, blocks: list[Block], granted_at: float, deadline: float) -> None:
+        self.id = number
+        self.session = session
+        self.blocks = blocks
+        self.granted_at = granted_at
+        self.deadline = deadline
+        self.view_bytes = 0
+
+
+class Reservation:
+    """The right of one session to fill some slots until ``deadline``.
+
+    ``busy`` while a thread of the node moves bytes into the slots: whatever ends the reservation then only
+    dooms it, and the slots are freed when the thread says that it is done.
+    """
+
+    __slots__ = ("blocks", "busy", "deadline", "doomed", "id", "session", "shelf")
+
+    def __init__(self, number: int, session: bytes, shelf: Shelf, blocks: list[Block], deadline: float) -> None:
+        self.id = number
+        self.session = session
+        self.shelf = shelf
+        self.blocks = blocks
+        self.deadline = deadline
+        self.busy = False
+        self.doomed = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """Everything the node has counted since its start; never decreases."""
+
+    blocks_asked: int = 0
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    already_present: int = 0
+    in_flight: int = 0
+    full: int = 0
+    refused: int = 0
+    aborted: int = 0
+    corrupt: int = 0
+    evicted: int = 0
+    slabs_taken_over: int = 0
+    removed: int = 0
+    leases_expired: int = 0
+    reservations_expired: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What one session has in its hands."""
+
+    leases: set[int] = field(default_factory=set)
+    reservations: set[int] = field(default_factory=set)
+    view_bytes: int = 0
+
+    def empty(self) -> bool:
+        return not self.leases and not self.reservations

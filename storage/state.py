@@ -1,0 +1,375 @@
+"""The node's control state: namespaces, reads, writes, removals, deadlines. Sans-IO.
+
+No clock, socket or file is read here: time comes in as monotonic seconds, memory is the arena's, bytes are
+moved by the caller. Not thread-safe: the caller holds one lock around every call. Statuses of a call are
+one byte a block (:class:`~kvstrata.proto.status.BlockStatus`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
+from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus
+from kvstrata.storage.arena import Arena
+from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.inventory import Inventory
+from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
+from kvstrata.storage.leases import LeaseBook, granted_seconds
+from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
+from kvstrata.storage.reservations import ReservationBook
+
+log = get_logger(__name__)
+
+NAMESPACES_MAX: Final = 16_384
+
+_LOADED = int(BlockStatus.LOADED)
+_MISSING = int(BlockStatus.MISSING)
+_PRESENT = int(BlockStatus.ALREADY_PRESENT)
+_RESERVED = int(BlockStatus.RESERVED)
+_IN_FLIGHT = int(BlockStatus.IN_FLIGHT)
+_FULL = int(BlockStatus.FULL)
+_REFUSED = int(BlockStatus.REFUSED)
+_ABORTED = int(BlockStatus.ABORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """``blocks`` are those with status LOADED, in order; ``lease`` covers them all, None when there are none."""
+
+    status: bytearray
+    blocks: list[Block]
+    lease: Lease | None
+    delta_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """``reservation.blocks`` are those with status RESERVED, in order; None when there are none."""
+
+    status: bytearray
+    reservation: Reservation | None
+    delta_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAsk:
+    """What a writer asks for: ``hashes`` packed, ``parent`` the hash before them (may be empty)."""
+
+    handle: int
+    salt: str
+    hashes: bytes
+    parent: bytes = b""
+    first_index: int = 0
+    deadline_ms: int = 0
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class _Sorted:
+    """Positions of a write by what is to be done: ``fresh`` are new keys, ``known`` visible blocks."""
+
+    status: bytearray
+    hashes: list[bytes]
+    fresh: dict[bytes, int] = field(default_factory=dict)
+    known: list[Block] = field(default_factory=list)
+
+
+class NodeState:
+    """All state of one node. See the module for who holds the lock and who tells the time."""
+
+    def __init__(self, arena: Arena, policy: EvictionPolicy | None = None, deltas: DeltaLog | None = None) -> None:
+        self.counts = Counts()
+        self.deltas = deltas or DeltaLog()
+        self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts)
+        self.arena = arena
+        self._sessions: dict[bytes, Holdings] = {}
+        self.leases = LeaseBook(self.inventory, self._sessions)
+        self.reservations = ReservationBook(self.inventory, self._sessions)
+        self._handles: dict[Namespace, NamespaceEntry] = {}
+        self._entries: list[NamespaceEntry] = []
+        self._epochs: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ namespaces
+
+    def open_namespace(self, namespace: Namespace) -> tuple[int, int]:
+        """(handle, weight epoch). Handles count from 1 and hold for the life of this state."""
+        entry = self._handles.get(namespace)
+        if entry is None:
+            if len(self._entries) >= NAMESPACES_MAX:
+                raise Busy(f"this node knows {NAMESPACES_MAX} namespaces: it takes no more until it is restarted")
+            entry = self._handles[namespace] = NamespaceEntry(len(self._entries) + 1, namespace)
+            self._entries.append(entry)
+            if not self.arena.slots_in_a_slab(entry.slot_bytes):
+                log.warning(
+                    "blocks larger than a slab",
+                    group=namespace.group,
+                    block_bytes=namespace.block_bytes,
+                    slab_bytes=self.arena.slab_bytes,
+                    advice="give the node more DRAM or larger slabs",
+                )
+        return entry.handle, self._epochs.get(namespace.group, 0)
+
+    def entry(self, handle: int) -> NamespaceEntry:
+        """Raises :class:`FingerprintMismatch` for a handle this state has not given."""
+        if not 1 <= handle <= len(self._entries):
+            raise FingerprintMismatch(f"namespace handle {handle} is unknown here: open the namespace again")
+        return self._entries[handle - 1]
+
+    def set_epoch(self, group: str, epoch: int, now: float) -> int:
+        """Learn a group's weight epoch; blocks of older weights go. Returns how many went."""
+        self.inventory.now = now
+        known = self._epochs.get(group, 0)
+        if epoch <= known:
+            return 0
+        self._epochs[group] = epoch
+        stale = [s for s in self.inventory.shelves.values() if s.entry.namespace.group == group]
+        return sum(self._withdraw_all(shelf, list(shelf.blocks.values())) for shelf in stale)
+
+    # ------------------------------------------------------------------ reading
+
+    def acquire(self, session: bytes, handle: int, salt: str, hashes: bytes, seconds: float, now: float) -> Acquired:
+        """Lease what is visible of ``hashes`` for ``seconds``, and make it the most recent of its tenant.
+
+        ``seconds`` 0 is for a read that the node performs itself: the caller must end the lease.
+        """
+        self.inventory.now = now
+        entry = self.entry(handle)
+        count = _count(hashes, entry.width)
+        shelf = self.inventory.shelves.get((handle, salt))
+        status, blocks = _look(shelf, hashes, entry.width, count)
+        counts = self.counts
+        counts.blocks_asked += count
+        counts.hits += len(blocks)
+        counts.misses += count - len(blocks)
+        lease = None
+        if blocks:
+            policy = self.inventory.policy
+            policy.next_stamp()
+            policy.touch(blocks)
+            book = self.leases
+            lease = book.grant(session, blocks, seconds, now) if seconds else book.hold(blocks, now)
+        return Acquired(status, blocks, lease, self.deltas.answer_seq)
+
+    def release(self, session: bytes, leases: Sequence[int]) -> None:
+        """End leases of this session; those that have ended are passed over."""
+        self.leases.release(session, leases)
+
+    def end(self, lease: Lease) -> None:
+        self.leases.end(lease)
+
+    def renew(self, session: bytes, lease: int, lease_ms: int, now: float) -> int:
+        """Milliseconds for which the lease stands from ``now``; 0 when it is gone or may not be kept."""
+        return int(self.leases.renew(session, lease, granted_seconds(lease_ms), now) * 1e3)
+
+    # ------------------------------------------------------------------ writing
+
+    def reserve(self, session: bytes, ask: WriteAsk, now: float) -> Reserved:
+        """Give slots to the blocks that are not here, in order, as far as there is room.
+
+        Blocks that are here become the most recent, with the call's one stamp, and so does the parent.
+        """
+        self.inventory.now = now
+        entry = self.entry(ask.handle)
+        check_salt(ask.salt)
+        count = _count(ask.hashes, entry.width)
+        self._check_write(ask, entry)
+        shelf = self.inventory.shelf(entry, ask.salt)
+        found = _sort(shelf, ask.hashes, entry.width, count)
+        before = shelf.blocks.get(ask.parent) if ask.parent else None
+        policy = self.inventory.policy
+        policy.next_stamp()
+        policy.touch([before, *found.known] if before is not None and before.state == VISIBLE else found.known)
+        granted = self._admit(shelf, found, ask.first_index)
+        self._chain(shelf, found, before)
+        self.counts.already_present += len(found.known)
+        if not granted:
+            return Reserved(found.status, None, self.deltas.answer_seq)
+        deadline = now + granted_seconds(ask.deadline_ms)
+        reservation = self.reservations.grant(session, shelf, granted, deadline)
+        return Reserved(found.status, reservation, self.deltas.answer_seq)
+
+    def _check_write(self, ask: WriteAsk, entry: NamespaceEntry) -> None:
+        if ask.parent and len(ask.parent) != entry.width:
+            raise InvalidArgument(f"the parent hash has {len(ask.parent)} bytes, the namespace says {entry.width}")
+        epoch = self._epochs.get(entry.namespace.group, 0)
+        if ask.epoch != epoch:
+            raise FingerprintMismatch(
+                f"the writer's weights are of epoch {ask.epoch}, this node is at {epoch}: open the namespace again"
+            )
+
+    def _admit(self, shelf: Shelf, found: _Sorted, first_index: int) -> list[Block]:
+        fresh, status = found.fresh, found.status
+        if not fresh:
+            return []
+        if not self.arena.slots_in_a_slab(shelf.entry.slot_bytes):
+            for position in fresh.values():
+                status[position] = _REFUSED
+            self.counts.refused += len(fresh)
+            return []
+        positions = list(fresh.values())
+        granted = self.inventory.admit(shelf, list(fresh), [first_index + position for position in positions])
+        for position in positions[: len(granted)]:
+            status[position] = _RESERVED
+        self.counts.full += len(fresh) - len(granted)
+        return granted
+
+    def _chain(self, shelf: Shelf, found: _Sorted, before: Block | None) -> None:
+        link, get = self.inventory.link, shelf.blocks.get
+        for key in found.hashes:
+            block = get(key)
+            if block is not None and before is not None and block.parent is None:
+                link(before, block)
+            before = block
+
+    def find_reservation(self, session: bytes, number: int) -> Reservation | None:
+        """The session's reservation, or None when it has ended: its writer is told ABORTED."""
+        return self.reservations.find(session, number)
+
+    def start_moving(self, reservation: Reservation) -> None:
+        """See :meth:`ReservationBook.start_moving`."""
+        self.reservations.start_moving(reservation)
+
+    def moved(self, reservation: Reservation, now: float) -> bool:
+        """The mover is done with the slots. False: the reservation had ended meanwhile."""
+        self.inventory.now = now
+        return self.reservations.moved(reservation)
+
+    def commit(
+        self, session: bytes, number: int, checksums: Sequence[int], mask: Sequence[int] | None, now: float
+    ) -> bytearray:
+        """Publish a reservation's blocks; a status each. One that has ended publishes nothing: all ABORTED."""
+        self.inventory.now = now
+        reservation = self.reservations.find(session, number)
+        if reservation is not None and reservation.deadline <= now:
+            self.reservations.abort(reservation, "reservation expired")
+            self.counts.reservations_expired += 1
+            reservation = None
+        if reservation is None:
+            self.counts.aborted += len(checksums)
+            return bytearray([_ABORTED]) * len(checksums)
+        statuses = self.reservations.commit(reservation, checksums, mask)
+        aborted = statuses.count(_ABORTED)
+        self.counts.aborted += aborted
+        self.counts.stored += len(statuses) - aborted
+        return statuses
+
+    def abort(self, session: bytes, number: int, now: float) -> None:
+        """Give a reservation up; one that has ended is passed over."""
+        self.inventory.now = now
+        reservation = self.reservations.find(session, number)
+        if reservation is not None:
+            self.counts.aborted += len(reservation.blocks)
+            self.reservations.abort(reservation)
+
+    # ------------------------------------------------------------------ ends
+
+    def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> int:
+        """Make blocks invisible at once, also those being written; returns how many were known."""
+        self.inventory.now = now
+        entry = self._handles.get(namespace)
+        shelf = self.inventory.shelves.get((entry.handle, salt)) if entry is not None else None
+        if shelf is None:
+            return 0
+        width = namespace.hash_bytes
+        keys = {hashes[start : start + width] for start in range(0, len(hashes), width)}
+        return self._withdraw_all(shelf, [shelf.blocks[key] for key in keys if key in shelf.blocks])
+
+    def _withdraw_all(self, shelf: Shelf, blocks: list[Block]) -> int:
+        for block in blocks:
+            self.inventory.withdraw(block, "removed")
+        self.counts.removed += len(blocks)
+        return len(blocks)
+
+    def expire(self, now: float) -> None:
+        """End every lease and reservation whose deadline has come."""
+        self.inventory.now = now
+        self.counts.leases_expired += self.leases.expire(now)
+        self.counts.reservations_expired += self.reservations.expire(now)
+
+    def session_ended(self, session: bytes, now: float) -> None:
+        """A client is gone: everything it held goes."""
+        self.inventory.now = now
+        holdings = self._sessions.get(session)
+        if holdings is not None:
+            self.reservations.abort_all(holdings.reservations)
+            self.leases.end_all(holdings.leases)
+
+    # ------------------------------------------------------------------ what there is
+
+    def inventory_keys(self) -> list[tuple[int, str]]:
+        """Keys of all shelves, for a snapshot taken a shelf at a time by :meth:`holding`."""
+        return list(self.inventory.shelves)
+
+    def holding(self, key: tuple[int, str]) -> tuple[Namespace, str, bytes]:
+        """(namespace, salt, packed hashes of what is visible) of one shelf."""
+        return self._entries[key[0] - 1].namespace, key[1], self.inventory.holdings(key)
+
+    def snapshot(self) -> list[tuple[Namespace, str, bytes]]:
+        """Everything visible, as (namespace, salt, packed hashes)."""
+        return [self.holding(key) for key in self.inventory_keys()]
+
+    def story(self, namespace: Namespace, salt: str, key: bytes) -> list[tuple[float, str]]:
+        """(monotonic seconds, verb) of what happened to a block lately, oldest first."""
+        entry = self._handles.get(namespace)
+        return self.inventory.story.of((entry.handle, salt), key) if entry is not None else []
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that hold a lease or a reservation."""
+        return len(self._sessions)
+
+    def check(self) -> None:
+        """Assert every structural invariant. O(blocks)."""
+        self.inventory.check()
+        self.leases.check()
+        self.reservations.check()
+        for handle, salt in self.inventory.shelves:
+            assert self._entries[handle - 1].handle == handle and isinstance(salt, str)
+
+
+def _count(hashes: bytes, width: int) -> int:
+    """Hashes in a packed run; raises :class:`InvalidArgument` when it is not one, or is too long."""
+    count, rest = divmod(len(hashes), width)
+    if rest:
+        raise InvalidArgument(f"packed hashes are {len(hashes)} bytes: not a multiple of hash_bytes = {width}")
+    if count > HASHES_MAX:
+        raise InvalidArgument(f"{count} hashes in one call: at most {HASHES_MAX}")
+    return count
+
+
+def _look(shelf: Shelf | None, hashes: bytes, width: int, count: int) -> tuple[bytearray, list[Block]]:
+    """(status of each, the visible blocks in order). A hash named twice is leased twice."""
+    if shelf is None:
+        return bytearray([_MISSING]) * count, []
+    get = shelf.blocks.get
+    found = [get(hashes[start : start + width]) for start in range(0, count * width, width)]
+    blocks = [block for block in found if block is not None and block.state == VISIBLE]
+    if len(blocks) == count:
+        return bytearray([_LOADED]) * count, blocks
+    status = [_LOADED if block is not None and block.state == VISIBLE else _MISSING for block in found]
+    return bytearray(status), blocks
+
+
+def _sort(shelf: Shelf, hashes: bytes, width: int, count: int) -> _Sorted:
+    """What is here, what is being written, what is new. A hash named twice is in flight the second time."""
+    keys = [hashes[start : start + width] for start in range(0, count * width, width)]
+    found = _Sorted(bytearray([_FULL]) * count, keys)
+    get, fresh, status = shelf.blocks.get, found.fresh, found.status
+    for position, key in enumerate(keys):
+        block = get(key)
+        if block is None:
+            if key in fresh:
+                status[position] = _IN_FLIGHT
+            else:
+                fresh[key] = position
+        elif block.state == VISIBLE:
+            status[position] = _PRESENT
+            found.known.append(block)
+        else:
+            status[position] = _IN_FLIGHT
+    return found

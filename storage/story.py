@@ -1,0 +1,49 @@
+"""A bounded log of what happened to blocks, so that "why is it not here" has an answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstrata.storage.records import Block, Shelf
+
+ENTRIES_MAX: Final = 4096
+#: Hashes remembered of one entry: a longer call is known by its beginning.
+HASHES_MAX: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One verb on some blocks of one tenant at ``at`` (monotonic seconds); ``hashes`` is packed."""
+
+    at: float
+    verb: str
+    shelf: Shelf
+    hashes: bytes
+    count: int
+
+
+class Story:
+    """Remembers the last ``ENTRIES_MAX`` verbs."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=ENTRIES_MAX)
+
+    def tell(self, at: float, verb: str, shelf: Shelf, blocks: Sequence[Block]) -> None:
+        if blocks:
+            hashes = b"".join([block.hash for block in blocks[:HASHES_MAX]])
+            self._entries.append(Entry(at, verb, shelf, hashes, len(blocks)))
+
+    def of(self, shelf_key: tuple[int, str], key: bytes) -> list[tuple[float, str]]:
+        """(when, verb) of every remembered entry that names the block, oldest first; O(entries)."""
+        width = len(key)
+        found = []
+        for entry in self._entries:
+            if (entry.shelf.entry.handle, entry.shelf.salt) != shelf_key:
+                continue
+            packed = entry.hashes
+            if any(packed[start : start + width] == key for start in range(0, len(packed), width)):
+                found.append((entry.at, entry.verb))
+        return found
