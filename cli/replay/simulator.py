@@ -76,7 +76,12 @@ def private_caches(schedule: Schedule, engines: int, private_blocks: int) -> Hit
 
 
 def pooled(schedule: Schedule, engines: int, private_blocks: int, pool_blocks: int) -> Hits:
-    """Private caches first, then the pool; what neither has is computed and stored in the pool."""
+    """Private caches first, then the pool; what neither has is computed and stored in the pool.
+
+    A load or store makes its blocks, and by them their whole chain, the pool's most recent. A prompt that the
+    private cache serves whole is not seen by the pool, unless the pool has dropped some of it: then it is
+    given back.
+    """
     tokens_in, private, pool = _empty(schedule)
     caches = [ChainLRU(private_blocks) for _ in range(engines)]
     shared = ChainLRU(pool_blocks)
@@ -84,7 +89,8 @@ def pooled(schedule: Schedule, engines: int, private_blocks: int, pool_blocks: i
         chain = turn.blocks.tolist()
         near = _serve_private(caches[turn.engine], turn, chain)
         far = max(near, min(shared.prefix(chain[near : turn.hit_limit]) + near, turn.hit_limit))
-        shared.touch(chain)
+        if near < len(chain) or shared.prefix(chain) < len(chain):
+            shared.touch(chain)
         private[turn.index] = near * schedule.block_tokens
         pool[turn.index] = (far - near) * schedule.block_tokens
     return Hits(tokens_in, private, pool)
