@@ -1,1 +1,1 @@
-
+"""The ``kvstrata`` command. One module a command family; heavy imports happen inside the commands."""

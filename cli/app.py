@@ -1,0 +1,58 @@
+"""The ``kvstrata`` command: one typer application, assembled from the command families."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed_version
+from typing import Annotated
+
+import typer
+
+from kvstrata.cli import bench, daemons, dev_cluster, health, traffic
+from kvstrata.cli.output import Exit
+from kvstrata.cli.settings import PREFIX
+from kvstrata.proto.errors import KVError
+
+app = typer.Typer(
+    name="kvstrata",
+    help="A shared KV-cache pool for LLM serving.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(daemons.master)
+app.command()(daemons.storage)
+app.command()(dev_cluster.dev)
+app.command()(health.health)
+app.add_typer(health.node, name="node")
+app.command()(bench.bench)
+app.command()(traffic.replay)
+app.command()(traffic.demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvstrata {installed_version('kvstrata')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """A shared KV-cache pool for LLM serving."""
+
+
+def main() -> None:
+    """Run the command line; the process's exit code is the command's."""
+    try:
+        app(auto_envvar_prefix=PREFIX)
+    except KVError as error:  # from option callbacks, before a command's own handling
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(int(Exit.USAGE))
+
+
+if __name__ == "__main__":
+    main()

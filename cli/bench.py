@@ -1,0 +1,144 @@
+"""``kvstrata bench``: store, load and look up blocks on a running pool, bytes verified, and say how fast."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.cli.health import DEFAULT_MASTER, Json, Master
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
+from kvstrata.cli.sizes import format_size, size_flag
+from kvstrata.proto.errors import KVError, Unavailable
+
+if TYPE_CHECKING:
+    from kvstrata.client import Client
+
+SETTLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One operation. ``gb_s``: 10^9 bytes a second, median of rounds; latencies of one call in us."""
+
+    op: str
+    blocks: int
+    block_bytes: int
+    gb_s: float
+    p50_us: float
+    p99_us: float
+    missed: int
+
+
+def bench(
+    master: Master = DEFAULT_MASTER,
+    size: Annotated[int, size_flag(help="Bytes of a block.")] = 2 << 20,
+    blocks: Annotated[int, typer.Option(help="Blocks in a call.", min=1, max=65536)] = 64,
+    calls: Annotated[int, typer.Option(help="Calls in a round.", min=1, max=10000)] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.", min=1, max=1000)] = 5,
+    transport: Annotated[str, typer.Option(help="auto, shm or tcp; may end in +faults:...")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure store, load and lookup against a running pool. Exits 1 on wrong bytes or missed blocks."""
+    with expected_errors():
+        from kvstrata.client import Client
+
+        with Client(master, transport=transport, transfer_deadline_ms=30_000) as client:
+            figures = Run(client, size, blocks, calls).figures(rounds)
+    if as_json:
+        print_json([asdict(figure) for figure in figures])
+    else:
+        _say(figures)
+    raise typer.Exit(Exit.FAILED if any(figure.missed for figure in figures) else Exit.OK)
+
+
+class Run:
+    """Fresh keys each round, one source and one destination; removes what it stored."""
+
+    def __init__(self, client: Client, block_bytes: int, blocks: int, calls: int) -> None:
+        import numpy as np
+
+        self._np = np
+        self._client = client
+        self._blocks = blocks
+        self._calls = calls
+        self._block_bytes = block_bytes
+        self._namespace = client.namespace(f"kvstrata.bench/{block_bytes}", block_bytes=block_bytes, block_tokens=16)
+        self._source = client.allocate(blocks * block_bytes)
+        self._source.bytes[:] = np.random.default_rng(0).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
+        self._target = client.register(np.zeros(blocks * block_bytes, np.uint8))
+        self._seconds: dict[str, list[list[float]]] = {"store": [], "load": [], "lookup": []}
+        self._missed = dict.fromkeys(self._seconds, 0)
+
+    def figures(self, rounds: int) -> list[Figure]:
+        self._round(warm=True)
+        for _ in range(rounds):
+            self._round()
+        return [self._figure(op) for op in self._seconds]
+
+    def _round(self, warm: bool = False) -> None:
+        client, namespace = self._client, self._namespace
+        salt = f"kvstrata-bench-{os.getpid()}"
+        keys = [self._keys(call) for call in range(1 if warm else self._calls)]
+        rows, into = self._source.rows(namespace), self._target.rows(namespace)
+        timed = {
+            "store": [self._time(lambda k=k: client.store(namespace, salt, k, rows).stored) for k in keys],
+            "load": [self._time(lambda k=k: client.load(namespace, salt, k, into).loaded) for k in keys],
+        }
+        self._wait_visible(salt, keys)
+        timed["lookup"] = [self._time(lambda k=k: client.lookup(namespace, salt, k).present) for k in keys]
+        if not warm and not timed["load"][-1][1] and not (self._target.bytes == self._source.bytes).all():
+            raise KVError("wrong bytes: what was loaded is not what was stored")
+        for k in keys:
+            client.remove(namespace, salt, k)
+        if warm:
+            return
+        for op, results in timed.items():
+            self._seconds[op].append([seconds for seconds, _ in results])
+            self._missed[op] += sum(missed for _, missed in results)
+
+    def _time(self, call: Any) -> tuple[float, int]:
+        start = time.perf_counter()
+        mask = call()
+        return time.perf_counter() - start, int(self._blocks - self._np.count_nonzero(mask))
+
+    def _keys(self, call: int) -> bytes:
+        seed = os.urandom(16)
+        return b"".join(
+            hashlib.blake2b(seed + i.to_bytes(4, "little"), digest_size=16).digest() for i in range(self._blocks)
+        )
+
+    def _wait_visible(self, salt: str, keys: list[bytes]) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        for k in keys:
+            while self._client.lookup(self._namespace, salt, k).hit_blocks != self._blocks:
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        "the pool does not hold what was stored: is it smaller than "
+                        f"{format_size(len(keys) * self._blocks * self._block_bytes)}, or is a node gone?"
+                    )
+                time.sleep(0.005)
+
+    def _figure(self, op: str) -> Figure:
+        rounds = self._seconds[op]
+        calls = sorted(seconds for one in rounds for seconds in one)
+        nbytes = 0 if op == "lookup" else self._calls * self._blocks * self._block_bytes
+        return Figure(
+            op=op,
+            blocks=self._blocks,
+            block_bytes=self._block_bytes,
+            gb_s=round(statistics.median(nbytes / sum(one) for one in rounds) / 1e9, 3),
+            p50_us=round(statistics.median(calls) * 1e6, 1),
+            p99_us=round(calls[min(len(calls) - 1, int(len(calls) * 0.99))] * 1e6, 1),
+            missed=self._missed[op],
+        )
+
+
+def _say(figures: list[Figure]) -> None:
+    rows = [(f.op, f.blocks, format_size(f.block_bytes), f.gb_s or "-", f.p50_us, f.p99_us, f.missed) for f in figures]
+    print_table("", ("op", "blocks", "block", "GB/s", "p50 us a call", "p99 us", "missed"), rows)

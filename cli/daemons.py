@@ -1,0 +1,94 @@
+"""``kvstrata master`` and ``kvstrata storage``: one daemon in the foreground, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstrata.cli.output import expected_errors
+from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
+from kvstrata.cli.settings import load_config
+from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, size_flag
+from kvstrata.proto.errors import ConfigError
+
+DRAM_BYTES_MIN = 8 << 20
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of options.", callback=load_config, is_eager=True, show_default=False),
+]
+Format = Annotated[LogFormat, typer.Option("--log-format", help="Log and ready lines for people or for programs.")]
+Level = Annotated[LogLevel, typer.Option("--log-level", help="The least severe event to log.")]
+
+
+def master(
+    config: Config = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Channel: lookups, placement. Port 0 picks a free one.", parser=address_option, metavar="HOST:PORT"
+        ),
+    ] = "127.0.0.1:7400",
+    grpc: Annotated[str, address_flag(help="gRPC: node sync, admin.")] = "127.0.0.1:7401",
+    http: Annotated[str, address_flag(help="HTTP: metrics, health.")] = "127.0.0.1:7402",
+    state: Annotated[Path | None, typer.Option(help="SQLite file for what must outlive a restart.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds after a start in which a miss may be 'not yet'.", min=0)] = 5.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
+    log_format: Format = LogFormat.text,
+    log_level: Level = LogLevel.info,
+) -> None:
+    """Run a master: it knows which block is where, and who is alive."""
+    with expected_errors():
+        configure_logs(log_format, log_level)
+        from kvstrata.master.daemon import MasterConfig, run
+
+        settings = MasterConfig(listen=listen, grpc=grpc, http=http, state=state, grace_s=grace, seed=seed)
+        raise typer.Exit(run(settings, ready_printer(log_format)))
+
+
+def storage(
+    config: Config = None,
+    master: Annotated[str, addresses_flag(help="Channel address of every master.")] = "127.0.0.1:7400",
+    listen: Annotated[str, address_flag(help="Block channel. Port 0 picks a free one.")] = ("127.0.0.1:7410"),
+    http: Annotated[str, address_flag(help="HTTP: metrics, health.")] = "127.0.0.1:7411",
+    data: Annotated[Path, typer.Option(help="Directory of the node's identity and socket; one node each.")] = Path(
+        "kvstrata-data"
+    ),
+    dram: Annotated[int, size_flag(help="Memory for blocks, as 512MiB or 64GiB.")] = 1 << 30,
+    ssd: Annotated[str | None, typer.Option(help="PATH=SIZE of an SSD tier (not in this version).")] = None,
+    name: Annotated[str | None, typer.Option(help="Node id; kept in the data directory from then on.")] = None,
+    hugepages: Annotated[bool, typer.Option(help="Back blocks with huge pages.")] = False,
+    slab: Annotated[
+        int | None,
+        size_flag(help="Bytes of one slab; by default an eighth of --dram."),
+    ] = None,
+    log_format: Format = LogFormat.text,
+    log_level: Level = LogLevel.info,
+) -> None:
+    """Run a storage node: it holds blocks and serves them to clients."""
+    with expected_errors():
+        configure_logs(log_format, log_level)
+        refuse_ssd(ssd)
+        if dram < DRAM_BYTES_MIN:
+            raise ConfigError(f"--dram is {format_size(dram)}: a node needs at least {format_size(DRAM_BYTES_MIN)}")
+        from kvstrata.storage.daemon import StorageConfig, run
+
+        settings = StorageConfig(
+            masters=tuple(master.split(",")),
+            listen=listen,
+            http=http,
+            data=data,
+            dram_bytes=dram,
+            name=name,
+            hugepages=hugepages,
+            slab_bytes=slab,
+        )
+        raise typer.Exit(run(settings, ready_printer(log_format)))
+
+
+def refuse_ssd(ssd: object) -> None:
+    """The SSD tier is not there yet: say so instead of ignoring the flag."""
+    if ssd is not None:
+        raise ConfigError("the SSD tier is not in this version: leave --ssd out")

@@ -1,0 +1,55 @@
+"""What commands print, and how they end: tables for people, JSON for scripts, exit codes that mean something."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unavailable
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    FAILED = 1  #: it ran, and the answer is bad: unhealthy, wrong bytes, failed requests
+    USAGE = 2  #: a flag, a file or an environment variable is wrong; a port is in use
+    UNREACHABLE = 3  #: nobody answers there
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    table = Table(*columns, title=title or None, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def expected_errors() -> Iterator[None]:
+    """Turn what can go wrong into one message on stderr and an exit code; never a traceback."""
+    try:
+        yield
+    except (ConfigError, InvalidArgument) as error:
+        raise _ended(error, Exit.USAGE) from error
+    except Unavailable as error:
+        raise _ended(error, Exit.UNREACHABLE) from error
+    except KVError as error:
+        raise _ended(error, Exit.FAILED) from error
+
+
+def _ended(error: KVError, code: Exit) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(int(code))
