@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
@@ -32,6 +31,8 @@ app.command()(traffic.demo)
 
 def _version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version as installed_version
+
         typer.echo(f"kvstrata {installed_version('kvstrata')}")
         raise typer.Exit
 

@@ -27,9 +27,7 @@ def master(
     config: Config = None,
     listen: Annotated[
         str,
-        typer.Option(
-            help="Channel: lookups, placement. Port 0 picks a free one.", parser=address_option, metavar="HOST:PORT"
-        ),
+        address_flag(help="Channel: lookups, placement. Port 0 picks a free one."),
     ] = "127.0.0.1:7400",
     grpc: Annotated[str, address_flag(help="gRPC: node sync, admin.")] = "127.0.0.1:7401",
     http: Annotated[str, address_flag(help="HTTP: metrics, health.")] = "127.0.0.1:7402",

@@ -7,18 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
-from kvstrata.cli.sizes import addresses_option, format_size
+from kvstrata.cli.sizes import addresses_flag, format_size
 
-Master = Annotated[
-    str,
-    typer.Option(
-        "--master",
-        help="Channel address of a master.",
-        envvar="KVSTRATA_MASTER",
-        parser=addresses_option,
-        metavar="HOST:PORT,...",
-    ),
-]
+Master = Annotated[str, addresses_flag("--master", help="Channel address of a master.", envvar="KVSTRATA_MASTER")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_MASTER = "127.0.0.1:7400"
 

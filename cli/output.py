@@ -10,8 +10,6 @@ from enum import IntEnum
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unavailable
 
@@ -31,6 +29,9 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*columns, title=title or None, title_justify="left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))

@@ -19,9 +19,6 @@ from kvstrata.cli.replay.traces import Trace, read_trace
 
 #: Sessions of the generated trace when the options do not say how many.
 GENERATED_SESSIONS = 40
-#: What a node of our own gets beyond its share of the payload: slot rounding is exact, slab tails are not.
-NODE_SLACK = 1.05
-NODE_SLACK_BYTES = 16 << 20
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -63,18 +60,6 @@ def _pool(options: ReplayOptions) -> Iterator[tuple[str, Pool | None]]:
         yield pool.masters, pool
     finally:
         pool.close()
-
-
-def node_bytes(options: ReplayOptions) -> int:
-    """DRAM of each node of our own, so that together they hold ``options.pool_blocks`` blocks."""
-    slot = slot_bytes(options.block_bytes)
-    return int(-(-options.pool_blocks // options.nodes) * slot * NODE_SLACK) + NODE_SLACK_BYTES
-
-
-def slot_bytes(block_bytes: int) -> int:
-    """What a node allocates for a block: rounded up to 64 B below 4 KiB, to 4 KiB above."""
-    grain = 64 if block_bytes < 4096 else 4096
-    return -(-block_bytes // grain) * grain
 
 
 @contextmanager
