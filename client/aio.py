@@ -1,0 +1,122 @@
+"""The async face: the same core, its calls run on a bounded set of threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from kvstrata.client.arguments import Hashes
+from kvstrata.client.client import Client
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.results import LoadResult, Lookup, Mask, RemoveResult, StoreResult
+from kvstrata.client.view import View
+from kvstrata.proto.errors import Closed
+from kvstrata.transfer.base import Verify
+from kvstrata.transfer.regions import BlockView, Region
+
+THREADS: Final = 16
+
+R = TypeVar("R")
+
+
+class AsyncClient:
+    """:class:`Client` for asyncio: same arguments, same results, same errors.
+
+    A cancelled call is waited for before the cancellation goes on: until a transfer has ended its memory is
+    in use, and every call ends by ``transfer_deadline_ms``. Registration is not async: it moves no bytes.
+    """
+
+    def __init__(
+        self,
+        masters: str,
+        token: str | None = None,
+        transport: str = "auto",
+        verify: Verify = "sample",
+        transfer_deadline_ms: int = 2000,
+        *,
+        name: str = "",
+    ) -> None:
+        self.sync = Client(masters, token, transport, verify, transfer_deadline_ms, name=name)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstrata-aio")
+
+    def register(self, buffer: Any) -> Region:
+        return self.sync.register(buffer)
+
+    def allocate(self, nbytes: int) -> Region:
+        return self.sync.allocate(nbytes)
+
+    async def unregister(self, region: Region) -> None:
+        await self._run(partial(self.sync.unregister, region))
+
+    async def namespace(self, group: str, **layout: int) -> PoolNamespace:
+        """Keywords as for :meth:`Client.namespace`."""
+        return await self._run(partial(self.sync.namespace, group, **layout))
+
+    async def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup:
+        return await self._run(partial(self.sync.lookup, namespace, cache_salt, hashes))
+
+    async def exists(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Mask:
+        return await self._run(partial(self.sync.exists, namespace, cache_salt, hashes))
+
+    async def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup | None:
+        """Ends when the blocks are ready, as ``Client.prefetch(...).wait()``; make a task of it to go on meanwhile."""
+        return await self._run(lambda: self.sync.prefetch(namespace, cache_salt, hashes).wait())
+
+    async def load(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView) -> LoadResult:
+        return await self._run(partial(self.sync.load, namespace, cache_salt, hashes, blocks))
+
+    async def store(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: Hashes,
+        blocks: BlockView,
+        parent: bytes | None = None,
+        first_index: int = 0,
+    ) -> StoreResult:
+        return await self._run(
+            partial(self.sync.store, namespace, cache_salt, hashes, blocks, parent=parent, first_index=first_index)
+        )
+
+    async def remove(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> RemoveResult:
+        return await self._run(partial(self.sync.remove, namespace, cache_salt, hashes))
+
+    @asynccontextmanager
+    async def view(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> AsyncIterator[View]:
+        context = self.sync.view(namespace, cache_salt, hashes)
+        view = await self._run(context.__enter__)
+        try:
+            yield view
+        finally:
+            await self._run(partial(context.__exit__, None, None, None))
+
+    def health(self) -> dict[str, object]:
+        return self.sync.health()
+
+    async def close(self) -> None:
+        """As :meth:`Client.close`; safe twice."""
+        await asyncio.to_thread(self.sync.close)
+        self._threads.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self, call: Callable[[], R]) -> R:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except RuntimeError as error:
+            if asyncio.get_running_loop().is_closed():
+                raise
+            raise Closed("the client is closed") from error
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise

@@ -1,0 +1,64 @@
+"""What a read does at one node: copy blocks out, lease them for a view, or mark them as used."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstrata.client.outcomes import WHOLE_CALL
+from kvstrata.client.plan import Where
+from kvstrata.client.reading import Asked, Attempt
+from kvstrata.client.results import NO_TIER
+from kvstrata.client.view import View
+from kvstrata.proto.errors import Refused
+from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.base import Fetch, Fetched, Peer, Verify
+from kvstrata.transfer.regions import BlockView
+
+
+def copying(asked: Asked, blocks: BlockView, verify: Verify) -> Attempt:
+    """Block i of the call into row i of ``blocks``."""
+    namespace, salt, deadline = asked.namespace, asked.salt, asked.deadline
+
+    def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
+        into = blocks if where is None else blocks[where]
+        return peer.fetch(Fetch(namespace, salt, hashes, into, deadline, verify))
+
+    return fetch
+
+
+def viewing(asked: Asked, view: View, refusals: list[Refused]) -> Attempt:
+    """Leases go to ``view``; nodes whose transport has no views add to ``refusals``."""
+
+    def lease(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
+        positions = np.arange(asked.count)[slice(None) if where is None else where].tolist()
+        try:
+            held = peer.view(asked.namespace, asked.salt, hashes, asked.deadline)
+        except WHOLE_CALL:
+            raise
+        except Refused as error:
+            refusals.append(error)
+            return _all(len(positions), BlockStatus.REFUSED, NO_TIER)
+        view.add(held, positions)
+        status = [BlockStatus.MISSING if block is None else BlockStatus.LOADED for block in held.arrays]
+        return Fetched(np.array(status, np.uint8), np.zeros(len(status), np.uint8))
+
+    return lease
+
+
+def touching(asked: Asked) -> Attempt:
+    """A lease taken and given back: the node counts the blocks as used. Without views nothing is sent."""
+
+    def touch(peer: Peer, _: Where | None, hashes: bytes) -> Fetched:
+        try:
+            peer.view(asked.namespace, asked.salt, hashes, asked.deadline).close()
+        except WHOLE_CALL:
+            raise
+        except Refused:
+            pass  # the load itself will mark them
+        return _all(len(hashes) // asked.namespace.hash_bytes, BlockStatus.LOADED, 0)
+
+    return touch
+
+
+def _all(count: int, status: BlockStatus, tier: int) -> Fetched:
+    return Fetched(np.full(count, status, np.uint8), np.full(count, tier, np.uint8))

@@ -1,0 +1,28 @@
+"""The client's one background loop: leases given back, views renewed, breakers probed, old peers closed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstrata.client.directory import Directory
+from kvstrata.client.peers import Peers
+from kvstrata.transfer.loops import Loop
+
+PERIOD_S: Final = 0.05
+#: A turn stops probing unreachable peers after this; one probe takes at most half a second.
+PROBE_BUDGET_S: Final = 0.1
+#: Age at which the loop counts as stuck.
+BOUND_S: Final = 5.0
+
+
+def start_keeper(directory: Directory, peers: Peers) -> Loop:
+    """Start the loop; the caller stops it."""
+
+    def turn() -> None:
+        peers.close_retired()
+        peers.upkeep(PROBE_BUDGET_S)
+        for master in directory.masters:
+            if master.unreachable():
+                master.upkeep()
+
+    return Loop("client-keeper", PERIOD_S, turn, bound_s=BOUND_S).start()

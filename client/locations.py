@@ -1,0 +1,209 @@
+"""Where blocks are: answers of the directory decoded to arrays, and the few most recent ones kept.
+
+A location code is u16: 0 absent, else 1 + 4 * index into ``nodes`` + tier. No Python object a block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client.results import NO_TIER, Mask
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import ProtocolError
+from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.base import Endpoint
+
+U16 = npt.NDArray[np.uint16]
+U8 = npt.NDArray[np.uint8]
+
+NODES_MAX: Final = ((1 << 16) - 1) // 4
+#: Tenants whose last answers are kept, and answers for each.
+TENANTS_MAX: Final = 64
+ANSWERS_MAX: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A lookup's answer. ``codes`` u16[n] for the asked shard; ``present`` bool[n] after the AND over shards."""
+
+    codes: U16
+    nodes: tuple[Endpoint, ...]
+    present: Mask
+    hit_blocks: int
+    shard_hit_blocks: int
+    not_yet: bool = False
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def tiers(self) -> U8:
+        """u8[n]; ``NO_TIER`` where absent."""
+        return np.where(self.codes == 0, NO_TIER, (self.codes - 1) & 3).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement's answer: ``codes`` u16[n] (0 = nowhere), ``states`` u8[n] (:class:`PlaceState`)."""
+
+    codes: U16
+    states: U8
+    nodes: tuple[Endpoint, ...]
+
+
+# -------------------------------------------------------------------- decoding
+
+
+def decode_lookup(reply: pb.LookupOk, count: int) -> Located:
+    """Arrays of a lookup's answer for ``count`` blocks; raises :class:`ProtocolError` when it does not add up."""
+    nodes = _endpoints(reply.nodes)
+    codes = _expand(_array(reply.run_code, np.uint16), _array(reply.run_length, np.uint32), count)
+    _check_codes(codes, nodes)
+    if reply.present:
+        if len(reply.present) * 8 < count:
+            raise ProtocolError(f"a presence mask of {len(reply.present)} bytes for {count} blocks")
+        bits = np.frombuffer(reply.present, np.uint8)
+        present = np.unpackbits(bits, count=count, bitorder="little").view(bool)
+    else:
+        present = codes != 0
+    if reply.hit_blocks > count or reply.shard_hit_blocks > count:
+        raise ProtocolError(f"a hit of {max(reply.hit_blocks, reply.shard_hit_blocks)} blocks of {count}")
+    return Located(codes, nodes, present, reply.hit_blocks, reply.shard_hit_blocks, reply.not_yet)
+
+
+def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
+    """Arrays of a placement's answer for ``count`` blocks; raises like :func:`decode_lookup`."""
+    nodes = _endpoints(reply.nodes)
+    lengths = _array(reply.run_length, np.uint32)
+    codes = _expand(_array(reply.run_code, np.uint16), lengths, count)
+    _check_codes(codes, nodes)
+    return Placed(codes, _expand(_array(reply.run_state, np.uint8), lengths, count), nodes)
+
+
+def join_located(parts: Sequence[Located]) -> Located:
+    """The answers for consecutive pieces of one call, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    codes, nodes = _join_codes([(part.codes, part.nodes) for part in parts])
+    present = np.concatenate([part.present for part in parts])
+    hit = _join_hits((part.hit_blocks, len(part)) for part in parts)
+    shard_hit = _join_hits((part.shard_hit_blocks, len(part)) for part in parts)
+    return Located(codes, nodes, present, hit, shard_hit, any(part.not_yet for part in parts))
+
+
+def join_placed(parts: Sequence[Placed]) -> Placed:
+    if len(parts) == 1:
+        return parts[0]
+    codes, nodes = _join_codes([(part.codes, part.nodes) for part in parts])
+    return Placed(codes, np.concatenate([part.states for part in parts]), nodes)
+
+
+def _array(data: bytes, kind: type[np.generic]) -> npt.NDArray[np.unsignedinteger]:
+    size = np.dtype(kind).itemsize
+    if len(data) % size:
+        raise ProtocolError(f"{len(data)} bytes are no array of {size}-byte elements")
+    return np.frombuffer(data, kind)
+
+
+def _expand(
+    values: npt.NDArray[np.unsignedinteger], lengths: npt.NDArray[np.unsignedinteger], count: int
+) -> npt.NDArray[np.unsignedinteger]:
+    """Run-length decode; the lengths are checked before anything of their size is made."""
+    if len(values) != len(lengths) or int(lengths.sum(dtype=np.uint64)) != count:
+        raise ProtocolError(f"{len(values)} runs with lengths {lengths[:8].tolist()}... for {count} blocks")
+    return np.repeat(values, lengths)
+
+
+def _check_codes(codes: U16, nodes: Sequence[Endpoint]) -> None:
+    if len(codes) and int(codes.max()) > 4 * len(nodes):
+        raise ProtocolError(f"location code {int(codes.max())} names none of the {len(nodes)} nodes")
+
+
+def _endpoints(nodes: Iterable[pb.NodeRef]) -> tuple[Endpoint, ...]:
+    return tuple(Endpoint(node.node_id, node.incarnation, node.channel, node.unix_path, node.boot_id) for node in nodes)
+
+
+def _join_codes(parts: Sequence[tuple[U16, tuple[Endpoint, ...]]]) -> tuple[U16, tuple[Endpoint, ...]]:
+    index: dict[Endpoint, int] = {}
+    out = []
+    for codes, nodes in parts:
+        lut = np.zeros(1 + 4 * len(nodes), np.uint16)
+        for old, endpoint in enumerate(nodes):
+            new = index.setdefault(endpoint, len(index))
+            if new >= NODES_MAX:
+                raise ProtocolError(f"one answer names more than {NODES_MAX} nodes")
+            lut[1 + 4 * old : 5 + 4 * old] = np.arange(1 + 4 * new, 5 + 4 * new)
+        out.append(lut[codes])
+    return np.concatenate(out), tuple(index)
+
+
+def _join_hits(parts: Iterable[tuple[int, int]]) -> int:
+    total = 0
+    for hit, length in parts:
+        total += hit
+        if hit < length:
+            break
+    return total
+
+
+# -------------------------------------------------------------------- memory
+
+
+Hint = tuple[U16, tuple[Endpoint, ...]]
+
+
+class RecentLocations:
+    """Where the last few answers of each tenant said blocks are, for the load that follows. Bounded.
+
+    Remembered locations are hints: what has moved since costs one miss and a fresh lookup. Thread-safe:
+    what hangs in the table is never changed, only replaced.
+    """
+
+    def __init__(self, tenants_max: int = TENANTS_MAX, answers_max: int = ANSWERS_MAX) -> None:
+        self._tenants_max = tenants_max
+        self._answers_max = answers_max
+        self._tenants: OrderedDict[tuple[Namespace, str], list[tuple[bytes, Hint]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def remember(self, namespace: Namespace, salt: str, packed: bytes, codes: U16, nodes: tuple[Endpoint, ...]) -> None:
+        """Keep an answer in front of older ones; one for the same hashes is replaced."""
+        key = (namespace, salt)
+        with self._lock:
+            kept = [pair for pair in self._tenants.pop(key, ()) if pair[0] != packed]
+            self._tenants[key] = [(packed, (codes, nodes)), *kept[: self._answers_max - 1]]
+            if len(self._tenants) > self._tenants_max:
+                self._tenants.popitem(last=False)
+
+    def forget(self, namespace: Namespace, salt: str) -> None:
+        with self._lock:
+            self._tenants.pop((namespace, salt), None)
+
+    def find(self, namespace: Namespace, salt: str, packed: bytes) -> Hint | None:
+        """(codes, nodes) of the newest answer that holds ``packed`` as a contiguous run, cut to it; else None."""
+        answers = self._tenants.get((namespace, salt))
+        if answers is None:
+            return None
+        for known, hint in answers:
+            if known == packed:
+                return hint
+            if len(known) > len(packed):
+                start = _run_in(known, packed, namespace.hash_bytes)
+                if start >= 0:
+                    return hint[0][start : start + len(packed) // namespace.hash_bytes], hint[1]
+        return None
+
+
+def _run_in(known: bytes, packed: bytes, hash_bytes: int) -> int:
+    """Index of the hash in ``known`` at which the run ``packed`` starts, or -1."""
+    first = np.frombuffer(packed, np.uint64, 1)[0]
+    words = np.ndarray((len(known) // hash_bytes,), np.uint64, known, 0, (hash_bytes,))
+    for start in np.flatnonzero(words == first).tolist():
+        if known.startswith(packed, start * hash_bytes):
+            return int(start)
+    return -1

@@ -1,0 +1,171 @@
+"""Reads: from where the last lookup said, or the local node, or a fresh lookup; misses are tried once more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client.directory import Directory
+from kvstrata.client.fanout import Fanout
+from kvstrata.client.locations import U16, RecentLocations
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.outcomes import WHOLE_CALL, status_of
+from kvstrata.client.peers import Peers
+from kvstrata.client.plan import Part, Positions, Where, by_node, gather
+from kvstrata.client.results import NO_TIER
+from kvstrata.proto.errors import Busy, KVError, Unavailable
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.base import Endpoint, Fetched, Peer
+
+log = get_logger(__name__)
+
+_UNKNOWN: Final = int(BlockStatus.UNKNOWN)
+_LOADED: Final = int(BlockStatus.LOADED)
+_MISSING: Final = int(BlockStatus.MISSING)
+_EVICTED: Final = int(BlockStatus.EVICTED)
+
+#: Statuses after which another replica, or the block's new home, may still serve: by value.
+_OPEN: Final = np.zeros(256, bool)
+_OPEN[[_UNKNOWN, _EVICTED, int(BlockStatus.NODE_LOST)]] = True
+
+#: A miss report waits for a free connection no longer than this.
+REPORT_S: Final = 0.1
+
+
+@dataclass(slots=True)
+class Asked:
+    """One read call: ``count`` blocks by packed ``hashes``; ``limit`` bounds the blocks of one message."""
+
+    namespace: PoolNamespace
+    salt: str
+    hashes: bytes
+    count: int
+    deadline: float
+    limit: int
+
+
+#: Reads the asked blocks at ``where`` (None: all) from one node.
+Attempt = Callable[[Peer, Where | None, bytes], Fetched]
+
+
+@dataclass(slots=True)
+class _Work:
+    """A call under way: ``status`` and ``tier`` u8[count]."""
+
+    asked: Asked
+    attempt: Attempt
+    status: npt.NDArray[np.uint8]
+    tier: npt.NDArray[np.uint8]
+    moved: int = 0
+
+    @classmethod
+    def new(cls, asked: Asked, attempt: Attempt) -> _Work:
+        return cls(asked, attempt, np.zeros(asked.count, np.uint8), np.full(asked.count, NO_TIER, np.uint8))
+
+    def fill(self, where: Where | None, fetched: Fetched, status: npt.NDArray[np.uint8]) -> None:
+        at = slice(None) if where is None else where
+        self.status[at] = status
+        self.tier[at] = np.where(status == _LOADED, fetched.tier, NO_TIER)
+
+
+class Reader:
+    """Thread-safe: all state of a call is in its own :class:`_Work`."""
+
+    def __init__(self, directory: Directory, peers: Peers, recent: RecentLocations, fanout: Fanout) -> None:
+        self._directory = directory
+        self._peers = peers
+        self._recent = recent
+        self._fanout = fanout
+
+    def read(self, asked: Asked, attempt: Attempt) -> Fetched:
+        """Try every block; each at most once where it was believed to be, and once after a fresh lookup.
+
+        Raises only refusals of the whole call. Every position of ``status`` is decided.
+        """
+        hint = self._recent.find(asked.namespace, asked.salt, asked.hashes)
+        if hint is not None:
+            work = _Work.new(asked, attempt)
+            self._round(work, hint[0], hint[1], None)
+        else:
+            peer = self._peers.sole_local()
+            if peer is None or asked.count > asked.limit:
+                work = _Work.new(asked, attempt)
+            else:
+                fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
+                if fetched.status.tobytes().count(_LOADED) == asked.count:
+                    return fetched
+                work = _Work.new(asked, attempt)
+                status = fetched.status.copy()
+                status[(status == _MISSING) | (status == _EVICTED)] = _UNKNOWN  # a guess: it may be elsewhere
+                work.fill(None, fetched, status)
+                work.moved = fetched.bytes_moved
+        open_positions = np.flatnonzero(_OPEN[work.status])
+        if len(open_positions):
+            self._afresh(work, open_positions)
+        return Fetched(work.status, work.tier, 0, work.moved)
+
+    def _afresh(self, work: _Work, positions: Positions) -> None:
+        """Look the call's blocks up and try ``positions`` where they are now."""
+        asked, status = work.asked, work.status
+        try:
+            located = self._directory.lookup(asked.namespace, asked.salt, asked.hashes, asked.deadline)
+        except WHOLE_CALL:
+            raise
+        except KVError as error:
+            lost = error if isinstance(error, Unavailable | Busy) else Unavailable(str(error))
+            status[status == _UNKNOWN] = status_of(lost)
+            return
+        self._recent.remember(asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes)
+        absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING
+        status[(status == _UNKNOWN) & (located.codes == 0)] = absent
+        self._round(work, located.codes, located.nodes, positions)
+
+    def _round(self, work: _Work, codes: U16, nodes: tuple[Endpoint, ...], positions: Positions | None) -> None:
+        groups = by_node(codes, positions, work.asked.limit)
+        work.moved += sum(self._fanout.run([partial(self._serve, work, nodes[g[0].node], g) for g in groups]))
+
+    def _serve(self, work: _Work, node: Endpoint, parts: list[Part]) -> int:
+        """All parts of one node, one after the other; returns the bytes moved."""
+        asked, moved = work.asked, 0
+        peer = self._peers.get(node)
+        for part in parts:
+            hashes = gather(asked.hashes, asked.namespace.hash_bytes, part.where)
+            if peer is None:
+                fetched = _nothing(len(hashes) // asked.namespace.hash_bytes, BlockStatus.NODE_LOST)
+            else:
+                fetched = _guarded(work.attempt, peer, part.where, hashes, len(hashes) // asked.namespace.hash_bytes)
+            status = fetched.status
+            missed = (status == _MISSING) | (status == _EVICTED)
+            if missed.any():
+                status = np.where(missed, np.uint8(_EVICTED), status)
+                self._report(asked, node, hashes, np.flatnonzero(missed), fetched.delta_seq)
+            work.fill(part.where, fetched, status)
+            moved += fetched.bytes_moved
+        return moved
+
+    def _report(self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int) -> None:
+        gone = gather(hashes, asked.namespace.hash_bytes, missed)
+        deadline = min(asked.deadline, time.monotonic() + REPORT_S)
+        self._directory.report_miss(asked.namespace, asked.salt, gone, node, delta_seq, deadline)
+
+
+def _guarded(attempt: Attempt, peer: Peer, where: Where | None, hashes: bytes, count: int) -> Fetched:
+    """One attempt; what is not a refusal of the whole call becomes the blocks' status."""
+    try:
+        return attempt(peer, where, hashes)
+    except WHOLE_CALL:
+        raise
+    except KVError as error:
+        log.warning("read failed", node=peer.endpoint.node_id, reason=f"{type(error).__name__}: {error}")
+        return _nothing(count, status_of(error))
+
+
+def _nothing(count: int, status: BlockStatus) -> Fetched:
+    return Fetched(np.full(count, status, np.uint8), np.full(count, NO_TIER, np.uint8))

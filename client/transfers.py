@@ -1,0 +1,132 @@
+"""Loads and stores in the background: a bounded pool of threads, and a handle on each call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+from kvstrata.client.results import Lookup
+from kvstrata.proto.errors import Closed, Unavailable
+
+THREADS: Final = 8
+PENDING_MAX: Final = 1024
+#: A call ends by its deadline plus what one silent peer can add; ``result()`` waits no longer than this past it.
+GRACE_S: Final = 2.0
+
+R = TypeVar("R")
+
+
+class TransferState(Enum):
+    """PENDING: the memory it names must not be reused. Everything else is terminal."""
+
+    PENDING = "pending"
+    DONE = "done"  #: ended with a result, which may be all misses
+    REFUSED = "refused"  #: ended with an error, which ``result()`` raises
+
+
+class Transfer(Generic[R]):
+    """A load or a store under way. Deadlines are monotonic seconds, as ``time.monotonic()`` gives them."""
+
+    def __init__(self, future: Future[R], deadline: float) -> None:
+        self._future = future
+        self._deadline = deadline
+
+    @property
+    def state(self) -> TransferState:
+        if not self._future.done():
+            return TransferState.PENDING
+        return TransferState.DONE if self._future.exception() is None else TransferState.REFUSED
+
+    def done(self) -> bool:
+        """True once it is terminal: its memory is the caller's again."""
+        return self._future.done()
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Wait until it is terminal or ``deadline`` passes (default: its own, plus a grace); ``done()``."""
+        until = self._deadline + GRACE_S if deadline is None else deadline
+        try:
+            self._future.exception(max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            return False
+        return True
+
+    def result(self) -> R:
+        """The result, waited for as by ``wait()``. Raises what the call would have raised, or
+        :class:`Unavailable` while it is still pending: its memory is in use then."""
+        if not self.wait():
+            raise Unavailable("the transfer has not ended: its memory is still in use; ask again")
+        return self._future.result()
+
+
+class Prefetch:
+    """Blocks being made ready for a load: located, and kept from eviction for a while by having been used.
+
+    With DRAM alone there is nothing to promote; the load that follows saves its lookup.
+    """
+
+    def __init__(self, future: Future[Lookup], deadline: float) -> None:
+        self._transfer = Transfer(future, deadline)
+        self._future = future
+
+    def wait(self, deadline: float | None = None) -> Lookup | None:
+        """What the directory said, or None when it is not ready by ``deadline`` (monotonic seconds) or was
+        cancelled. Raises what a lookup would have raised."""
+        if self._future.cancelled() or not self._transfer.wait(deadline):
+            return None
+        return self._future.result()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Give it up if it has not begun; True when it will not run. It holds no memory and no lease."""
+        return self._future.cancel()
+
+
+class Transfers:
+    """Runs calls in the background. At most ``PENDING_MAX`` are accepted at a time."""
+
+    def __init__(self, threads: int = THREADS, pending_max: int = PENDING_MAX) -> None:
+        self._threads = threads
+        self._pending_max = pending_max
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def submit(self, call: Callable[[], R], shed: Callable[[], R]) -> Future[R]:
+        """Run ``call`` soon; past the bound ``shed()`` is the result at once. Raises :class:`Closed`."""
+        with self._lock:
+            if self._closed:
+                raise Closed("the client is closed")
+            full = self._pending >= self._pending_max
+            if not full:
+                self._pending += 1
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvstrata-transfer")
+                future = self._pool.submit(call)
+        if full:
+            future = Future()
+            future.set_result(shed())
+            return future
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[R]) -> None:
+        with self._lock:
+            self._pending -= 1
+
+    def close(self) -> None:
+        """Accept no more; those that wait run out (the client refuses them), those that run end by deadline."""
+        with self._lock:
+            self._closed = True
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)

@@ -1,0 +1,133 @@
+"""Writes: ask where, then push each contiguous run to its node, several nodes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client.directory import Directory
+from kvstrata.client.fanout import Fanout
+from kvstrata.client.locations import Placed, RecentLocations
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.outcomes import WHOLE_CALL, status_of
+from kvstrata.client.peers import Peers
+from kvstrata.client.plan import Part, gather, stripes
+from kvstrata.proto.errors import Busy, KVError, Unavailable
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus, PlaceState
+from kvstrata.transfer.base import Endpoint, Peer, Push, Pushed
+from kvstrata.transfer.regions import BlockView
+
+log = get_logger(__name__)
+
+_UNKNOWN: Final = int(BlockStatus.UNKNOWN)
+_STORED: Final = int(BlockStatus.STORED)
+_PRESENT: Final = int(BlockStatus.ALREADY_PRESENT)
+
+
+@dataclass(slots=True)
+class Offered:
+    """One write call. ``parent``: the hash before the first; ``first_index``: the first's place in its chain."""
+
+    namespace: PoolNamespace
+    salt: str
+    hashes: bytes
+    blocks: BlockView
+    deadline: float
+    parent: bytes
+    first_index: int
+    limit: int
+
+
+class Writer:
+    """Thread-safe: all state of a call is on its stack."""
+
+    def __init__(self, directory: Directory, peers: Peers, recent: RecentLocations, fanout: Fanout) -> None:
+        self._directory = directory
+        self._peers = peers
+        self._recent = recent
+        self._fanout = fanout
+
+    def write(self, offered: Offered) -> Pushed:
+        """Offer every block to its node, also those that are there already: their node marks them used.
+
+        Raises only refusals of the whole call. Every position of ``status`` is decided; no source byte is
+        read after the return.
+        """
+        status = np.zeros(len(offered.blocks), np.uint8)
+        placed = self._place(offered, status)
+        if placed is None:
+            return Pushed(status)
+        status[placed.states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
+        nowhere = (placed.states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
+        if nowhere.any():
+            status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
+        groups = stripes(placed.codes, placed.states, offered.limit)
+        tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status) for runs in groups]
+        moved = sum(self._fanout.run(tasks))
+        status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
+        held = (status == _STORED) | (status == _PRESENT)
+        if held.any():
+            codes = np.where(held, placed.codes, 0).astype(np.uint16)
+            self._recent.remember(offered.namespace, offered.salt, offered.hashes, codes, placed.nodes)
+        return Pushed(status, moved)
+
+    def _place(self, offered: Offered, status: npt.NDArray[np.uint8]) -> Placed | None:
+        """Where each block goes; with no master the node on this host. None: nowhere, ``status`` says why."""
+        try:
+            return self._directory.place(
+                offered.namespace, offered.salt, offered.hashes, self._peers.boot_id, offered.deadline
+            )
+        except WHOLE_CALL:
+            raise
+        except KVError as error:
+            local = self._peers.sole_local()
+            if local is None or offered.namespace.pin.epoch is None:
+                lost = error if isinstance(error, Unavailable | Busy) else Unavailable(str(error))
+                status[:] = status_of(lost)
+                return None
+        # Surplus replicas are legal, and the node announces what it has once a master is back.
+        count = len(status)
+        return Placed(np.ones(count, np.uint16), np.zeros(count, np.uint8), (local.endpoint,))
+
+    def _any_node(self, placed: Placed) -> bool:
+        return bool(placed.nodes) or self._peers.any_reachable()
+
+    def _serve(self, offered: Offered, node: Endpoint, runs: list[Part], status: npt.NDArray[np.uint8]) -> int:
+        """All runs of one node, in order; returns the bytes moved."""
+        peer = self._peers.get(node)
+        moved = 0
+        for run in runs:
+            assert isinstance(run.where, slice)
+            if peer is None:
+                status[run.where] = BlockStatus.NODE_LOST
+                continue
+            pushed = self._push(peer, offered, run.where)
+            status[run.where] = pushed.status
+            moved += pushed.bytes_moved
+        return moved
+
+    def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
+        width = offered.namespace.hash_bytes
+        first: int = run.start
+        push = Push(
+            namespace=offered.namespace,
+            salt=offered.salt,
+            hashes=gather(offered.hashes, width, run),
+            blocks=offered.blocks[run],
+            deadline=offered.deadline,
+            parent=offered.hashes[(first - 1) * width : first * width] if first else offered.parent,
+            first_index=offered.first_index + first,
+            epoch=offered.namespace.pin.epoch or 0,
+        )
+        try:
+            return peer.push(push)
+        except WHOLE_CALL:
+            raise
+        except KVError as error:
+            log.warning("store failed", node=peer.endpoint.node_id, reason=f"{type(error).__name__}: {error}")
+            return Pushed(np.full(len(push.blocks), status_of(error), np.uint8))
