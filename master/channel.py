@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,8 @@ class MasterChannel:
         self._hub = hub
         self._endpoints = endpoints
         self._boot_id = boot_id()
+        # Namespace handles are this process's own: a client that sees another number opens them anew.
+        self._incarnation = int.from_bytes(os.urandom(8), "little")
 
     def handlers(self) -> dict[int, Handler]:
         answered: dict[int, Callable[[ServerConnection, Frame], Reply | None]] = {
@@ -55,6 +58,7 @@ class MasterChannel:
             software=SOFTWARE,
             role="master",
             cluster_id=self._hub.cluster_id,
+            incarnation=self._incarnation,
             boot_id=self._boot_id,
             channel=_reachable(self._endpoints.channel, host),
             grpc=_reachable(self._endpoints.grpc, host),
