@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.storage.slab import slot_size
 
 ENGINES_MAX = 64
 NODES_MAX = 32
 TENANTS_MAX = 10_000
 #: Blocks of one prompt move through a staging region; a block larger than this needs another tool.
 REPLAY_BLOCK_BYTES_MAX = 64 << 20
+#: The default pool holds this many blocks even when the private caches hold next to none.
+POOL_BLOCKS_MIN = 64
 
 Routing = Literal["round-robin", "sticky"]
 
@@ -56,7 +59,7 @@ class ReplayOptions:
         if self.sessions is not None:
             _within("sessions", self.sessions, 1, 1 << 31)
         if self.pool_bytes is not None:
-            _within("pool_bytes", self.pool_bytes, self.block_bytes, 1 << 50)
+            _within("pool_bytes", self.pool_bytes, slot_size(self.block_bytes), 1 << 50)
         if not 0 < self.scale <= 1:
             raise ConfigError(f"scale is {self.scale}: it must be above 0 and at most 1")
         if self.routing not in ("round-robin", "sticky"):
@@ -72,16 +75,11 @@ class ReplayOptions:
         return self.private_tokens // self.block_tokens
 
     @property
-    def pool_payload_bytes(self) -> int:
-        """Payload bytes that the pool is asked to hold; at least a block, so that a pool of our own can start."""
-        if self.pool_bytes is not None:
-            return self.pool_bytes
-        return max(8 * self.engines * self.private_blocks, 64) * self.block_bytes
-
-    @property
     def pool_blocks(self) -> int:
-        """Blocks that the pool is asked to hold."""
-        return self.pool_payload_bytes // self.block_bytes
+        """Blocks that the pool is asked to hold; a pool of our own is given at least that much memory."""
+        if self.pool_bytes is not None:
+            return self.pool_bytes // slot_size(self.block_bytes)
+        return max(POOL_BLOCKS_MIN, 8 * self.engines * self.private_blocks)
 
 
 def _within(what: str, value: float, low: float, high: float) -> None:

@@ -1,4 +1,4 @@
-"""Child processes of a replay: the pool's daemons and the engine stand-ins.
+"""Child processes of a replay: daemons of a pool of our own, and the engine stand-ins.
 
 Each dies with this process (engines by their socket, daemons by PR_SET_PDEATHSIG), is stopped in order
 with a deadline, and is known by its pid only.
@@ -13,7 +13,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,51 +119,6 @@ def ready_line(child: Child, timeout_s: float = READY_S) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("event") != "ready":
         raise Unavailable(f"{child.name} printed no ready line, but {line[:200]!r}")
     return record
-
-
-class Pool:
-    """A master and n storage nodes of our own, on free loopback ports, with data that goes when they do."""
-
-    def __init__(self, nodes: int, node_bytes: int) -> None:
-        """Start them all; raises :class:`Unavailable` (and leaves nothing behind) when one does not get ready."""
-        self._data = tempfile.TemporaryDirectory(prefix="kvstrata-replay-")
-        self.children: list[Child] = []
-        try:
-            self.masters = self._start_master()
-            started = [self._start_node(number, node_bytes) for number in range(nodes)]
-            self.nodes = [ready_line(child) for child in started]
-        except BaseException:
-            self.close()
-            raise
-
-    def deaths(self) -> list[str]:
-        """How each process that is gone ended."""
-        return [death for child in self.children if (death := child.died())]
-
-    def close(self) -> None:
-        """Stop nodes before the master, and remove their data."""
-        for child in reversed(self.children):
-            child.stop()
-        self._data.cleanup()
-
-    def _start_master(self) -> str:
-        free = "127.0.0.1:0"
-        state = str(Path(self._data.name) / "master.db")
-        child = self._start("master", "--listen", free, "--grpc", free, "--http", free, "--state", state)
-        return str(ready_line(child)["channel"])
-
-    def _start_node(self, number: int, node_bytes: int) -> Child:
-        free = "127.0.0.1:0"
-        where = ("--master", self.masters, "--listen", free, "--http", free)
-        data = str(Path(self._data.name) / f"node-{number}")
-        return self._start("storage", *where, "--data", data, "--dram", str(node_bytes), name=f"storage node {number}")
-
-    def _start(self, role: str, *arguments: str, name: str = "") -> Child:
-        name = name or role
-        errors = Path(self._data.name) / f"{name.replace(' ', '-')}.log"
-        child = command(name, role, *arguments, "--log-format", "json", errors=errors)
-        self.children.append(child)
-        return child
 
 
 def stop_all(children: Sequence[Child], timeout_s: float = STOP_S) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from kvstrata.cli.replay.coordinator import Coordinator
 from kvstrata.cli.replay.costs import CostModel
 from kvstrata.cli.replay.generator import generate_trace
 from kvstrata.cli.replay.options import ReplayOptions
-from kvstrata.cli.replay.processes import Pool
+from kvstrata.cli.replay.pool import OwnPool, RunningPool
 from kvstrata.cli.replay.result import ReplayResult, assemble
 from kvstrata.cli.replay.schedule import build_schedule
 from kvstrata.cli.replay.traces import Trace, read_trace
@@ -31,15 +32,16 @@ def run_replay(options: ReplayOptions, progress: ProgressCallback | None = None)
     """
     costs = CostModel()
     schedule = build_schedule(load_trace(options), options, costs)
-    group = f"kvstrata.replay/{schedule.trace_name}/{options.block_tokens}/{options.bytes_per_token}"
-    with _pool(options) as (masters, pool):
-        coordinator = Coordinator(schedule, options, masters, group)
+    # A namespace of its own: what an earlier replay left in a running pool must not be hit.
+    group = f"kvstrata.replay/{schedule.trace_name}/{uuid.uuid4().hex}"
+    with _pool(options) as pool:
+        coordinator = Coordinator(schedule, options, pool.masters, group)
         try:
             measured = coordinator.run(progress)
         finally:
             coordinator.close()
-        deaths = pool.deaths() if pool is not None else []
-    return assemble(options, costs, schedule, options.pool_blocks, measured, deaths)
+        deaths = pool.deaths()
+    return assemble(options, costs, schedule, pool.blocks, measured, deaths)
 
 
 def load_trace(options: ReplayOptions) -> Trace:
@@ -50,14 +52,10 @@ def load_trace(options: ReplayOptions) -> Trace:
 
 
 @contextmanager
-def _pool(options: ReplayOptions) -> Iterator[tuple[str, Pool | None]]:
-    """The masters' address, and the pool behind it where it is our own."""
-    if options.masters is not None:
-        yield options.masters, None
-        return
-    pool = Pool(options.nodes, node_bytes(options))
+def _pool(options: ReplayOptions) -> Iterator[OwnPool | RunningPool]:
+    pool = RunningPool(options) if options.masters is not None else OwnPool(options)
     try:
-        yield pool.masters, pool
+        yield pool
     finally:
         pool.close()
 

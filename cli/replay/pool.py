@@ -1,0 +1,88 @@
+"""The pool that a replay runs on: one of our own, or one that is running."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from kvstrata.cli.replay.capacity import blocks_held, node_bytes_for
+from kvstrata.cli.replay.options import ReplayOptions
+from kvstrata.cli.replay.processes import Child, command, ready_line
+from kvstrata.client.admin import AdminClient
+from kvstrata.proto.errors import ConfigError
+
+_FREE = "127.0.0.1:0"
+
+
+class OwnPool:
+    """A master and n storage nodes on free loopback ports, with data that goes when they do.
+
+    ``blocks`` is what the nodes hold together, ``masters`` the address to give to clients.
+    """
+
+    def __init__(self, options: ReplayOptions) -> None:
+        """Start them all; raises ``Unavailable`` (and leaves nothing behind) when one does not get ready."""
+        self._data = tempfile.TemporaryDirectory(prefix="kvstrata-replay-")
+        self.master: Child | None = None
+        self.nodes: list[Child] = []
+        node_bytes = node_bytes_for(-(-options.pool_blocks // options.nodes), options.block_bytes)
+        self.blocks = options.nodes * blocks_held(node_bytes, options.block_bytes)
+        try:
+            self.masters = self._start_master(options.seed)
+            for number in range(options.nodes):
+                self._start_node(number, node_bytes)
+            for node in self.nodes:
+                ready_line(node)
+        except BaseException:
+            self.close()
+            raise
+
+    def deaths(self) -> list[str]:
+        """How each process that is gone ended."""
+        return [death for child in self._children() if (death := child.died())]
+
+    def close(self) -> None:
+        """Stop nodes before the master, and remove their data."""
+        for child in self._children():
+            child.stop()
+        self._data.cleanup()
+
+    def _children(self) -> list[Child]:
+        return [*self.nodes, *([self.master] if self.master is not None else [])]
+
+    def _start_master(self, seed: int) -> str:
+        state = str(Path(self._data.name) / "master.db")
+        addresses = ("--listen", _FREE, "--grpc", _FREE, "--http", _FREE)
+        self.master = self._start("master", "master", *addresses, "--state", state, "--seed", str(seed))
+        return str(ready_line(self.master)["channel"])
+
+    def _start_node(self, number: int, node_bytes: int) -> None:
+        data = str(Path(self._data.name) / f"node-{number}")
+        where = ("--master", self.masters, "--listen", _FREE, "--http", _FREE)
+        name = f"storage-node-{number}"
+        self.nodes.append(self._start(name, "storage", *where, "--data", data, "--dram", str(node_bytes)))
+
+    def _start(self, name: str, role: str, *arguments: str) -> Child:
+        errors = Path(self._data.name) / f"{name}.log"
+        return command(name, role, *arguments, "--log-format", "json", "--log-level", "warning", errors=errors)
+
+
+class RunningPool:
+    """A pool that someone else started; ``blocks`` is what its active nodes can hold."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        """Raises ``Unavailable`` when no master answers, :class:`ConfigError` when no node is active."""
+        assert options.masters is not None
+        self.masters = options.masters
+        with AdminClient(self.masters) as admin:
+            active = [node.dram_bytes for node in admin.nodes() if node.state == "active"]
+        if not active:
+            raise ConfigError(f"the pool at {self.masters} has no active node: start one with 'kvstrata storage'")
+        self.blocks = sum(blocks_held(dram_bytes, options.block_bytes) for dram_bytes in active)
+
+    def deaths(self) -> list[str]:
+        """Nothing is known of processes that are not ours; clients see what they see."""
+        return []
+
+    def close(self) -> None:
+        """It goes on running."""
