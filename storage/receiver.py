@@ -1,0 +1,58 @@
+"""Blocks between slots and a socket: neighbours as one buffer, checksums while the bytes are in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+from kvstrata.storage.records import Block
+from kvstrata.transfer.server import ServerConnection
+
+#: Neighbouring slots are received as one buffer of at most this, and hashed while it is in cache.
+RECEIVE_BYTES: Final = 1 << 20
+#: Neighbouring slots are sent as one buffer of at most this.
+SEND_BYTES: Final = 1 << 30
+
+_digest = xxhash.xxh3_64_intdigest
+
+
+def runs(blocks: Sequence[Block], nbytes_max: int = SEND_BYTES) -> list[tuple[memoryview, int]]:
+    """(buffer, blocks in it) over the slots, in order: contiguous ones joined up to ``nbytes_max``."""
+    joined: list[tuple[memoryview, int]] = []
+    block_bytes = blocks[0].shelf.entry.block_bytes
+    dense = block_bytes == blocks[0].slab.slot_bytes
+    start = 0
+    for position in range(1, len(blocks) + 1):
+        if position < len(blocks) and dense and (position - start + 1) * block_bytes <= nbytes_max:
+            before, block = blocks[position - 1], blocks[position]
+            if block.slot == before.slot + 1 and block.slab is before.slab:
+                continue
+        offset = blocks[start].offset
+        count = position - start
+        joined.append((blocks[start].slab.view[offset : offset + count * block_bytes], count))
+        start = position
+    return joined
+
+
+def receive(connection: ServerConnection, blocks: Sequence[Block], checksums: Sequence[int]) -> list[int]:
+    """Receive the blocks' bytes, in order, into their slots; positions whose checksum does not match.
+
+    Raises :class:`Unavailable` when the sender stalls or goes. The caller keeps the slots from reuse.
+    """
+    pieces = runs(blocks, RECEIVE_BYTES)
+    first = [0]
+    for _, count in pieces:
+        first.append(first[-1] + count)
+    block_bytes = blocks[0].shelf.entry.block_bytes
+    wrong: list[int] = []
+
+    def filled(piece: int) -> None:
+        view = pieces[piece][0]
+        for index, position in enumerate(range(first[piece], first[piece + 1])):
+            if _digest(view[index * block_bytes : (index + 1) * block_bytes]) != checksums[position]:
+                wrong.append(position)
+
+    connection.receive_raw([view for view, _ in pieces], filled=filled)
+    return wrong
