@@ -44,7 +44,7 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
     if total < SPLIT_BYTES or (os.cpu_count() or 1) < 2:
         _copy_each(target, source, length)
         return
-    first, second = _halves(target, source, length, total // 2)
+    first, second = halves(target, source, length, total // 2)
     other = _submit(second)
     _copy_each(*first)
     other.result()
@@ -55,10 +55,10 @@ def _copy_each(target: Int64s, source: Int64s, length: Int64s) -> None:
         _memmove(to, origin, count)
 
 
-def _halves(
+def halves(
     target: Int64s, source: Int64s, length: Int64s, middle: int
 ) -> tuple[tuple[Int64s, Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]:
-    """Split the work at byte ``middle``, cutting the run it falls in at a page."""
+    """Split work of more than ``middle`` bytes there, cutting the run it falls in at a page."""
     ends = np.cumsum(length)
     at = int(np.searchsorted(ends, middle, side="left"))
     inside = (middle - (int(ends[at]) - int(length[at]))) & ~4095

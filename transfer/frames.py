@@ -267,6 +267,9 @@ class FrameStream:
                 rights = array.array("i")
                 rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
                 self.fds.extend(rights)
+        if len(self.fds) > FDS_MAX:
+            self.close_fds()
+            raise ProtocolError(f"more than {FDS_MAX} descriptors came with one frame")
         return count
 
     def _read(self, read: Callable[[], int], deadline: float | None) -> int:
@@ -289,13 +292,17 @@ class FrameStream:
         taken, self.fds = self.fds, []
         return taken
 
+    def close_fds(self) -> None:
+        """Close descriptors received and not taken."""
+        for fd in self.take_fds():
+            os.close(fd)
+
     def close(self) -> None:
         """Shut down and close; safe twice, and from another thread."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-        for fd in self.take_fds():
-            os.close(fd)
+        self.close_fds()
 
 
 def advance(views: Sequence[memoryview], index: int, offset: int, count: int) -> tuple[int, int]:

@@ -66,6 +66,7 @@ class Session:
     used_at: float = field(default_factory=time.monotonic)
     requests: int = 0
     connections: set[ServerConnection] = field(default_factory=set)
+    over: bool = False  #: set before ``ended`` is told; a handler that is still at work may look
 
 
 class ServerConnection:
@@ -83,10 +84,15 @@ class ServerConnection:
         assert self.session is not None
         return self.session
 
-    def receive_raw(self, views: Sequence[memoryview], deadline: float | None = None) -> None:
+    def receive_raw(
+        self,
+        views: Sequence[memoryview],
+        deadline: float | None = None,
+        filled: Callable[[int], None] | None = None,
+    ) -> None:
         """Fill ``views`` with the request's raw bytes; a stalled sender raises :class:`Unavailable`."""
         try:
-            self.stream.receive_raw(views, deadline)
+            self.stream.receive_raw(views, deadline, filled)
         except Silence as error:
             raise Unavailable(f"the writer sent nothing for {STALL_S:.0f} s") from error
 
@@ -256,6 +262,7 @@ class ChannelServer:
             self._fail(connection, frame, KVError(f"internal error: {type(error).__name__}: {error}"))
         finally:
             connection.busy_since = None
+            connection.stream.close_fds()  # descriptors that no handler asked for
             if reply is not None and reply.after is not None:
                 reply.after()
 
@@ -314,6 +321,7 @@ class ChannelServer:
             self._ended(session)
 
     def _forget(self, session: Session) -> None:
+        session.over = True
         del self.sessions[session.key]
         if session.pidfd >= 0:
             self._watched.pop(session.pidfd, None)
