@@ -68,8 +68,10 @@ class Engine:
         self._namespace = client.namespace(
             setup.group, block_bytes=setup.block_bytes, block_tokens=setup.block_tokens, hash_bytes=HASH_BYTES
         )
-        self._staging = np.zeros((setup.staging_blocks, setup.block_bytes), dtype=np.uint8)
-        self._blocks = client.register(self._staging).rows(self._namespace)
+        # Shareable memory, as an engine's pinned staging ring would be: a node on this host pulls from it.
+        region = client.allocate(setup.staging_blocks * setup.block_bytes)
+        self._staging = region.bytes.reshape(setup.staging_blocks, setup.block_bytes)
+        self._blocks = region.rows(self._namespace)
         self._payload = PayloadStream(setup.group.encode(), setup.block_bytes)
         self._private = ChainLRU(setup.private_blocks)
 
@@ -113,15 +115,19 @@ class Engine:
             while True:
                 found = self._client.lookup(self._namespace, work.salt, hashes.tobytes())
                 tally.lookup_s = time.perf_counter() - started
+                if not found.answered:
+                    tally.reasons.update(found.reasons)
+                    return present
                 if found.hit_blocks is not None:
-                    present = np.asarray(found.present, dtype=bool)
+                    present = found.present
                 # The pool acknowledged these blocks milliseconds ago, which in virtual time is long ago: give
                 # the directory the moment that it is allowed to need.
                 if found.hit_blocks is not None and present[private : work.settled].all():
                     return present
                 if time.perf_counter() > settle_until:
                     tally.unsettled = found.hit_blocks is not None
-                    tally.reasons["not yet"] += found.hit_blocks is None
+                    if not tally.unsettled:
+                        tally.reasons["not_yet"] += 1
                     return present
                 time.sleep(SETTLE_POLL_S)
         except KVError as error:
@@ -151,7 +157,7 @@ class Engine:
             return np.zeros(len(hashes), dtype=bool)
         finally:
             tally.load_s += time.perf_counter() - started
-        loaded = np.asarray(result.loaded, dtype=bool)
+        loaded = result.loaded
         tally.reasons.update(_misses(result.status[~loaded]))
         started = time.perf_counter()
         rows = self._staging[: len(hashes)]

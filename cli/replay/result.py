@@ -20,7 +20,7 @@ from kvstrata.cli.replay.timing import Latencies, latencies
 #: The replay must hit what the simulator of the same policy hits, within this many points of token hit rate.
 ORACLE_POINTS_MAX = 0.5
 #: Statuses by which a client saw a fault, and not just a cache that is full.
-FAULT_REASONS = frozenset({"node_lost", "late", "lease_lost", "corrupt", "not yet"})
+FAULT_REASONS = frozenset({"node_lost", "late", "lease_lost", "corrupt", "not_yet"})
 
 Floats = npt.NDArray[np.float64]
 

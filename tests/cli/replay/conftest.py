@@ -25,20 +25,29 @@ class DictClient:
         self.rows: dict[tuple[str, bytes], bytes] = {}
         self.stores: list[tuple[bytes | None, int, int]] = []
         self.down = False
+        self.masterless = False
+        self.rebuilding = False
         self.hidden: set[bytes] = set()
         self.lost: set[bytes] = set()
 
     def namespace(self, group: str, **parts: int) -> Namespace:
         return Namespace(group, **parts).validated()
 
-    def register(self, array: np.ndarray[Any, Any]) -> Region:
-        return Region(flat_bytes(array), array)
+    def allocate(self, nbytes: int) -> Region:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        return Region(flat_bytes(memory), memory)
 
     def lookup(self, namespace: Namespace, salt: str, hashes: bytes) -> SimpleNamespace:
         self._up()
         names = list(split_hashes(hashes, 16))
         present = np.array([(salt, name) in self.rows and name not in self.hidden for name in names], dtype=bool)
-        return SimpleNamespace(present=present, hit_blocks=len(names) if present.all() else int(present.argmin()))
+        hit_blocks = len(names) if present.all() else int(present.argmin())
+        if self.masterless:
+            nothing = np.zeros(len(names), dtype=bool)
+            return SimpleNamespace(present=nothing, hit_blocks=0, answered=False, reasons={"node_lost": len(names)})
+        return SimpleNamespace(
+            present=present, hit_blocks=None if self.rebuilding else hit_blocks, answered=True, reasons={}
+        )
 
     def load(self, namespace: Namespace, salt: str, hashes: bytes, blocks: BlockView) -> SimpleNamespace:
         self._up()

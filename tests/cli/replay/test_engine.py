@@ -109,11 +109,24 @@ def test_a_pool_that_is_down_is_compute_and_not_a_failure(engine: Engine, pool: 
     assert engine.serve(work([1, 2, 3])).private_blocks == 3
 
 
+def test_a_master_that_does_not_answer_is_compute(engine: Engine, pool: Any) -> None:
+    pool.masterless = True
+    outcome = engine.serve(work([1, 2, 3], settled=3))
+    assert (outcome.pool_blocks, outcome.unsettled, outcome.error) == (0, False, "")
+    assert outcome.reasons == {"node_lost": 3}
+
+
+def test_not_yet_is_asked_again_and_ends(engine: Engine, pool: Any) -> None:
+    pool.rebuilding = True
+    outcome = engine.serve(work([1, 2, 3]))
+    assert (outcome.pool_blocks, outcome.reasons) == (0, {"not_yet": 1})
+
+
 def test_an_engine_waits_for_blocks_that_were_just_stored(engine: Engine, other: Engine, pool: Any) -> None:
     engine.serve(work([1, 2]))
     pool.hidden = {HASHES[2].tobytes()}
     waited = other.serve(work([1, 2], settled=2))
-    assert waited.unsettled
+    assert (waited.unsettled, waited.reasons) == (True, {})
     assert waited.pool_blocks == 1
     pool.hidden = set()
     other._private.touch(list(range(20, 30)))
