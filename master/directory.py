@@ -8,7 +8,7 @@ the swap. Only slots named by :meth:`Directory.route` are ever handed to a reade
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -148,8 +148,8 @@ class Directory:
             return
         due = [report for report in reports if report.seq <= seq]
         later = [report for report in reports if report.seq > seq]
-        for report in due:
-            self._show(slot, report)
+        for report in reversed(due):  # of two reports on one block the newer knows its tiers
+            self._show(slot, _less(report, later))
         if later:
             self._reports[slot] = deque(later, maxlen=HIDDEN_REPORTS_MAX)
         else:
@@ -266,6 +266,17 @@ class Directory:
         assert used <= self._slots, f"blocks of dropped slots: {used - self._slots}"
         assert set(self._hosts) <= self._slots and set(self._reports) <= self._slots
         assert not self._slots & set(self._free_slots)
+
+
+def _less(report: _Report, others: Iterable[_Report]) -> _Report:
+    """The report without the blocks that one of ``others`` names too."""
+    for other in others:
+        if other.table == report.table:
+            named = Table()
+            named.put(other.keys, np.ones(len(other.keys), dtype=np.uint32))
+            rest = named.find(report.keys) == 0
+            report = report._replace(keys=report.keys[rest], tiers=report.tiers[rest])
+    return report
 
 
 def prefix_length(present: npt.NDArray[np.bool_]) -> int:

@@ -180,7 +180,7 @@ class Hub:
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             answer = self._state.lookup(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
-            facts = self._state.slot_facts
+            facts = self._state.membership.slot_facts
         self.metrics.looked_up(answer, time.perf_counter() - began)
         return answer, facts
 
@@ -190,7 +190,7 @@ class Hub:
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
-            facts = self._state.slot_facts
+            facts = self._state.membership.slot_facts
         self.metrics.placed(np.bincount(placed.states, minlength=4))
         return placed, facts
 

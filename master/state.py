@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from kvstrata.master import messages as m
-from kvstrata.master.attachment import Attachment, Outcome
+from kvstrata.master.attachment import Outcome
 from kvstrata.master.chronicle import Chronicle, Line
 from kvstrata.master.directory import Directory, Found, TableKey
-from kvstrata.master.liveness import NodeState, Pulse
+from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.placement import Placed, Placement
@@ -29,11 +29,8 @@ from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
 
-#: Ticks further apart than this mean that the master itself stood still.
-PAUSE_S: Final = 1.0
 #: A miss report hides a replica for at most this many deltas to come, whatever it claims.
 DELTA_LAG_MAX: Final = 4096
-NODES_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,42 +60,48 @@ class Removal:
     awaited: frozenset[str]
 
 
+_NOTHING: Final = Saved()
+
+
 class MasterState:
     """Directory, liveness, placement, namespaces, roster and removals, composed."""
 
-    def __init__(self, now: float, rng: random.Random, saved: Saved = Saved(), grace_s: float = 5.0) -> None:
+    def __init__(self, now: float, rng: random.Random, saved: Saved = _NOTHING, grace_s: float = 5.0) -> None:
         self.directory = Directory()
         self.namespaces = Namespaces()
-        self.nodes = Nodes()
         self.placement = Placement(rng)
         self.tombstones = Tombstones()
         self.chronicle = Chronicle()
         self.counts: Counter[str] = Counter()
-        self.slot_facts: dict[int, m.NodeFacts] = {}
         self._out: list[m.Command] = []
-        self._grace_ends = now + grace_s
-        self._last_tick = now
-        self._session = rng.getrandbits(31) << 32
-        for node in saved.nodes:
-            self.nodes.restore(node)
+        self.membership = Membership(
+            self.directory, self.namespaces, self.tombstones, self.chronicle, self.counts, self._emit, rng
+        )
+        self.membership.restore(saved.nodes, now, grace_s)
         for group in saved.groups:
             self.namespaces.restore(group.namespace, group.epoch)
         for stone in saved.tombstones:
             self.tombstones.restore(stone)
         self.tombstones.start_after(saved.last_command)
-        self._awaited = {node.node_id for node in saved.nodes if not node.gone}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
-            m.Attach: self._attach,
+            m.Attach: self.membership.attach,
             m.SnapshotPart: self._snapshot_part,
             m.DeltaBatch: self._delta,
             m.CommandDone: self._command_done,
-            m.StatusReport: self._status,
-            m.Detach: self._detach,
-            m.LinkLost: self._link_lost,
-            m.Heartbeat: self._heartbeat,
+            m.StatusReport: self.membership.status,
+            m.Detach: self.membership.detach,
+            m.LinkLost: self.membership.link_lost,
+            m.Heartbeat: self.membership.heartbeat,
             m.MissReport: self._miss,
-            m.Tick: self._tick,
+            m.Tick: self.membership.tick,
         }
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.membership.nodes
+
+    def _emit(self, command: m.Command) -> None:
+        self._out.append(command)
 
     def handle(self, event: m.Event, now: float) -> list[m.Command]:
         """Take an event in; returns what to do, in order."""
@@ -109,110 +112,35 @@ class MasterState:
         out, self._out = self._out, []
         return out
 
-    # ------------------------------------------------------------------ attach and detach
-
-    def _attach(self, event: m.Attach, now: float) -> None:
-        facts = event.facts
-        self._session += 1
-        session = self._session
-        if self.nodes.get(facts.node_id) is None and len(self.nodes) >= NODES_MAX:
-            self._out.append(m.CloseSession(session, f"{NODES_MAX} nodes are known, which is the bound"))
-            return
-        node = self.nodes.get_or_add(facts.node_id)
-        current = node.attachment
-        if current is not None and facts.incarnation < current.facts.incarnation and node.linked:
-            reason = f"incarnation {facts.incarnation} is older than {current.facts.incarnation}, which is attached"
-            self._out.append(m.CloseSession(session, reason))
-            return
-        same = current is not None and current.facts.incarnation == facts.incarnation
-        attachment = Attachment(session, facts, current if same else None)
-        if current is not None:
-            self._out.append(m.CloseSession(current.session, "the node attached again"))
-            current.release(self.directory)
-        self.nodes.bind(node, attachment)
-        node.pulse = Pulse.starting(now)
-        if not same:
-            node.usage, node.active_since, node.placed_bytes = None, None, 0
-        self._enroll(node, facts)
-        epochs = tuple((group.name, group.epoch) for group in self.namespaces.groups if group.epoch)
-        self._out.append(m.SendAttached(session, epochs))
-        for stone in self.tombstones.waiting_for(node.node_id):
-            self._out.append(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
-        self.chronicle.note(now, "attached again" if same else "attached", node.node_id)
-        self._judge(node, now)
-
-    def _enroll(self, node: Node, facts: m.NodeFacts) -> None:
-        before = node.saved()
-        known = node.facts is not None
-        node.facts, node.gone = facts, False
-        node.dram_bytes, node.ssd_bytes = facts.dram_bytes, facts.ssd_bytes
-        if not known or node.saved() != before:
-            self._out.append(node.saved())
-
-    def _detach(self, event: m.Detach, now: float) -> None:
-        node = self.nodes.of_session(event.session)
-        if node is None:
-            return
-        node.gone = True
-        self._awaited.discard(node.node_id)
-        self._out.append(node.saved())
-        self._leave(node, now, f"detached: {event.reason}")
-
-    def _link_lost(self, event: m.LinkLost, now: float) -> None:
-        node = self.nodes.of_session(event.session)
-        if node is not None and node.pulse is not None and node.pulse.link_lost_at is None:
-            node.pulse.link_lost_at = now
-
-    def _leave(self, node: Node, now: float, reason: str) -> None:
-        """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""
-        assert node.attachment is not None
-        attachment = node.attachment
-        attachment.release(self.directory)
-        self.nodes.unbind(node)
-        node.pulse = node.usage = node.active_since = None
-        self._out.append(m.CloseSession(attachment.session, reason))
-        self.chronicle.note(now, f"offline: {reason}", node.node_id)
-        self._enter(node, NodeState.OFFLINE, reason)
-
     # ------------------------------------------------------------------ inventory
 
     def _snapshot_part(self, event: m.SnapshotPart, now: float) -> None:
-        node = self._speaker(event.session, now)
+        node = self.membership.speaker(event.session, now)
         if node is not None and node.attachment is not None:
             locate = self._locator(node, now)
             self._outcome(node, node.attachment.snapshot(event, self.directory, locate), now)
 
     def _delta(self, event: m.DeltaBatch, now: float) -> None:
-        node = self._speaker(event.session, now)
+        node = self.membership.speaker(event.session, now)
         if node is not None and node.attachment is not None:
             locate = self._locator(node, now)
             self._outcome(node, node.attachment.delta(event, self.directory, locate), now)
-
-    def _speaker(self, session: int, now: float) -> Node | None:
-        node = self.nodes.of_session(session)
-        if node is None or node.pulse is None:
-            self.counts["events_of_ended_sessions"] += 1
-            return None
-        node.pulse.spoke(now)
-        return node
 
     def _outcome(self, node: Node, outcome: Outcome, now: float) -> None:
         attachment = node.attachment
         assert attachment is not None
         self.counts[f"sync_{outcome.name.lower()}"] += 1
         if outcome is Outcome.GAP:
-            self._out.append(m.SendResync(attachment.session, attachment.gap))
-            self._report("node asked for a new snapshot", node_id=node.node_id, reason=attachment.gap)
+            self._emit(m.SendResync(attachment.session, attachment.gap))
+            self._emit(m.Report("snapshot asked for", {"node_id": node.node_id, "reason": attachment.gap}))
         elif outcome is Outcome.SWAPPED:
             assert attachment.slot is not None
             for stone in self.tombstones.waiting_for(node.node_id):
                 table, keys = self._where(stone.namespace, stone.salt, stone.hashes)
                 self.directory.remove_slot_blocks(attachment.slot, table, keys)
-            self._awaited.discard(node.node_id)
-            self._judge(node, now)
-            self._reroute()
+            self.membership.synced(node, now)
         if outcome in (Outcome.SWAPPED, Outcome.APPLIED, Outcome.IGNORED) and not attachment.loading:
-            self._out.append(m.SendAck(attachment.session, attachment.applied_seq))
+            self._emit(m.SendAck(attachment.session, attachment.applied_seq))
 
     def _locator(self, node: Node, now: float) -> Callable[[m.Holding | m.Change], tuple[TableKey, Keys] | None]:
         def locate(part: m.Holding | m.Change) -> tuple[TableKey, Keys] | None:
@@ -220,9 +148,8 @@ class MasterState:
                 self._register(part.namespace)
             except (FingerprintMismatch, Busy) as error:
                 self.counts["refused_holdings"] += 1
-                self._report(
-                    "node holds blocks of a namespace that is refused", node_id=node.node_id, reason=str(error)
-                )
+                fields = {"node_id": node.node_id, "reason": str(error)}
+                self._emit(m.Report("node holds a namespace that is refused", fields))
                 return None
             table, keys = self._where(part.namespace, part.salt, part.hashes)
             what = ("added" if part.added else "removed") if isinstance(part, m.Change) else "in snapshot"
@@ -238,75 +165,7 @@ class MasterState:
     def _register(self, namespace: Namespace) -> None:
         _, new = self.namespaces.register(namespace)
         if new:
-            self._out.append(m.SaveGroup(namespace, epoch=0))
-
-    # ------------------------------------------------------------------ life
-
-    def _status(self, event: m.StatusReport, now: float) -> None:
-        node = self._speaker(event.session, now)
-        if node is not None:
-            node.usage, node.placed_bytes = event.usage, 0
-            self._judge(node, now)
-
-    def _heartbeat(self, event: m.Heartbeat, now: float) -> None:
-        node = self.nodes.get(event.node_id)
-        if node is None or node.pulse is None or not self.knows(event.node_id, event.incarnation):
-            return
-        node.pulse.beat(now, event.progress_age_s, dying=event.dying)
-        self._judge(node, now)
-
-    def knows(self, node_id: str, incarnation: int) -> bool:
-        """True while this incarnation of the node is attached."""
-        node = self.nodes.get(node_id)
-        return node is not None and node.attachment is not None and node.attachment.facts.incarnation == incarnation
-
-    def _tick(self, event: m.Tick, now: float) -> None:
-        pause = now - self._last_tick
-        self._last_tick = now
-        for node in self.nodes:
-            if node.pulse is None:
-                continue
-            if pause > PAUSE_S:
-                node.pulse.forgive(now, pause)
-            self._judge(node, now)
-
-    def _judge(self, node: Node, now: float) -> None:
-        assert node.pulse is not None
-        state = node.pulse.judge(now, synced=node.serving)
-        if state is node.state:
-            return
-        if state is NodeState.OFFLINE:
-            silence = f"silent for {node.pulse.silence_s(now):.1f} s"
-            self._leave(node, now, "its process died" if node.pulse.dying else silence)
-            return
-        if state is NodeState.ACTIVE and node.active_since is None:
-            node.active_since = now
-        self.chronicle.note(now, state.value, node.node_id)
-        self._enter(
-            node,
-            state,
-            f"silent for {node.pulse.silence_s(now):.1f} s, no progress for {node.pulse.progress_age_s(now):.1f} s"
-            if state is NodeState.SUSPECTED
-            else "",
-        )
-
-    def _enter(self, node: Node, state: NodeState, reason: str) -> None:
-        self._report("node state", node_id=node.node_id, state=state.value, was=node.state.value, reason=reason)
-        node.state = state
-        self._reroute()
-
-    def _reroute(self) -> None:
-        hosts: dict[int, str] = {}
-        self.slot_facts = {}
-        for node in self.nodes:
-            attachment = node.attachment
-            if node.state is NodeState.ACTIVE and attachment is not None and attachment.slot is not None:
-                hosts[attachment.slot] = attachment.facts.boot_id
-                self.slot_facts[attachment.slot] = attachment.facts
-        self.directory.route(hosts)
-
-    def _report(self, event: str, **fields: object) -> None:
-        self._out.append(m.Report(event, fields))
+            self._emit(m.SaveGroup(namespace, epoch=0))
 
     # ------------------------------------------------------------------ clients' questions
 
@@ -323,9 +182,7 @@ class MasterState:
     def place(self, namespace: Namespace, group: int, salt: str, keys: Keys, boot_id: str, now: float) -> Placed:
         """Where to store blocks: there already, in flight, or a node."""
         present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id).codes
-        active = {
-            node.attachment.slot: node for node in self.nodes if node.state is NodeState.ACTIVE and node.attachment
-        }
+        active = self.membership.active()
         candidates = [node.candidate(now) for node in active.values()]
         placed = self.placement.place(keys, _scope(group, namespace.shard, salt), present, candidates, boot_id, now)
         codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
@@ -335,9 +192,11 @@ class MasterState:
 
     def recovering(self, now: float) -> bool:
         """True from the start until every rostered node is back, or the grace is over."""
-        if self._awaited and now >= self._grace_ends:
-            self._awaited.clear()
-        return bool(self._awaited)
+        return self.membership.recovering(now)
+
+    def knows(self, node_id: str, incarnation: int) -> bool:
+        """True while this incarnation of the node is attached."""
+        return self.membership.knows(node_id, incarnation)
 
     def _miss(self, event: m.MissReport, now: float) -> None:
         opened = self.namespaces.by_handle(event.handle)
@@ -366,24 +225,25 @@ class MasterState:
         removed = self.directory.remove_everywhere(table, keys)
         self.chronicle.note(now, "removed by a client", "", table, keys)
         if stone.waiting:
-            self._out.append(stone.saved())
+            self._emit(stone.saved())
         linked = [node for node in self.nodes if node.linked]
         for node in linked:
             assert node.attachment is not None
-            self._out.append(m.SendRemove(node.attachment.session, stone.command, namespace, salt, hashes))
+            self._emit(m.SendRemove(node.attachment.session, stone.command, namespace, salt, hashes))
         return Removal(stone.command, removed, frozenset(node.node_id for node in linked)), self._take_out()
 
     def _command_done(self, event: m.CommandDone, now: float) -> None:
-        node = self._speaker(event.session, now)
+        node = self.membership.speaker(event.session, now)
         if node is None:
             return
         if event.error:
             self.counts["failed_commands"] += 1
-            self._report("node could not remove", node_id=node.node_id, command=event.command, reason=event.error)
+            fields = {"node_id": node.node_id, "command": event.command, "reason": event.error}
+            self._emit(m.Report("node could not remove", fields))
             return
         stone = self.tombstones.confirm(event.command, node.node_id)
         if stone is not None:
-            self._out.append(stone.saved())
+            self._emit(stone.saved())
 
     # ------------------------------------------------------------------ for people and tests
 
@@ -400,17 +260,10 @@ class MasterState:
         """Assert every invariant. O(all blocks)."""
         self.directory.check()
         self.namespaces.check()
-        self.nodes.check()
+        self.membership.check()
         self.placement.check()
         self.tombstones.check()
-        owned = sorted(_owned(self.nodes))
-        assert owned == sorted(set(owned)), f"a slot with two owners: {owned}"
-        assert set(self.slot_facts) <= set(owned)
         assert not self._out
-
-
-def _owned(nodes: Iterable[Node]) -> list[int]:
-    return [slot for node in nodes if node.attachment is not None for slot in node.attachment.slots]
 
 
 def _scope(group: int, shard: int, salt: str) -> Keys:

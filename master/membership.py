@@ -1,0 +1,222 @@
+"""Who is here: attach and detach, signs of life, the roster, and which inventories are routed to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvstrata.master import messages as m
+from kvstrata.master.attachment import Attachment
+from kvstrata.master.chronicle import Chronicle
+from kvstrata.master.directory import Directory
+from kvstrata.master.liveness import NodeState, Pulse
+from kvstrata.master.namespaces import Namespaces
+from kvstrata.master.nodes import Node, Nodes
+from kvstrata.master.tombstones import Tombstones
+
+#: Ticks further apart than this mean that the master itself stood still.
+PAUSE_S: Final = 1.0
+NODES_MAX: Final = 4096
+
+
+class Membership:
+    """Part of the master's state: takes the events that concern a node as a whole, gives commands to ``emit``."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        namespaces: Namespaces,
+        tombstones: Tombstones,
+        chronicle: Chronicle,
+        counts: Counter[str],
+        emit: Callable[[m.Command], None],
+        rng: random.Random,
+    ) -> None:
+        self.nodes = Nodes()
+        #: Facts of the nodes that may be routed to, by directory slot. Replaced whole, never changed.
+        self.slot_facts: dict[int, m.NodeFacts] = {}
+        self._directory = directory
+        self._namespaces = namespaces
+        self._tombstones = tombstones
+        self._chronicle = chronicle
+        self._counts = counts
+        self._emit = emit
+        self._session = rng.getrandbits(31) << 32
+        self._awaited: set[str] = set()
+        self._grace_ends = 0.0
+        self._last_tick = 0.0
+
+    def restore(self, roster: Iterable[m.SaveNode], now: float, grace_s: float) -> None:
+        """Load the durable roster at start; its nodes are awaited for ``grace_s``."""
+        for saved in roster:
+            self.nodes.restore(saved)
+            if not saved.gone:
+                self._awaited.add(saved.node_id)
+        self._grace_ends = now + grace_s
+        self._last_tick = now
+
+    def recovering(self, now: float) -> bool:
+        """True from the start until every rostered node is back, or the grace is over."""
+        if self._awaited and now >= self._grace_ends:
+            self._awaited.clear()
+        return bool(self._awaited)
+
+    def speaker(self, session: int, now: float) -> Node | None:
+        """The node whose stream says something; None when that session is over."""
+        node = self.nodes.of_session(session)
+        if node is None or node.pulse is None:
+            self._counts["events_of_ended_sessions"] += 1
+            return None
+        node.pulse.spoke(now)
+        return node
+
+    def synced(self, node: Node, now: float) -> None:
+        """A snapshot of the node has just been taken into service."""
+        self._awaited.discard(node.node_id)
+        self._judge(node, now)
+        self._reroute()
+
+    def active(self) -> dict[int, Node]:
+        """Nodes that may be read from and written to, by directory slot."""
+        return {
+            node.attachment.slot: node
+            for node in self.nodes
+            if node.state is NodeState.ACTIVE and node.attachment is not None and node.attachment.slot is not None
+        }
+
+    # ------------------------------------------------------------------ attach and detach
+
+    def attach(self, event: m.Attach, now: float) -> None:
+        facts = event.facts
+        self._session += 1
+        session = self._session
+        if self.nodes.get(facts.node_id) is None and len(self.nodes) >= NODES_MAX:
+            self._emit(m.CloseSession(session, f"{NODES_MAX} nodes are known, which is the bound"))
+            return
+        node = self.nodes.get_or_add(facts.node_id)
+        current = node.attachment
+        if current is not None and facts.incarnation < current.facts.incarnation and node.linked:
+            reason = f"incarnation {facts.incarnation} is older than {current.facts.incarnation}, which is attached"
+            self._emit(m.CloseSession(session, reason))
+            return
+        same = current is not None and current.facts.incarnation == facts.incarnation
+        attachment = Attachment(session, facts, current if same else None)
+        if current is not None:
+            self._emit(m.CloseSession(current.session, "the node attached again"))
+            current.release(self._directory)
+        self.nodes.bind(node, attachment)
+        node.pulse = Pulse.starting(now)
+        if not same:
+            node.usage, node.active_since, node.placed_bytes = None, None, 0
+        self._enroll(node, facts)
+        epochs = tuple((group.name, group.epoch) for group in self._namespaces.groups if group.epoch)
+        self._emit(m.SendAttached(session, epochs))
+        for stone in self._tombstones.waiting_for(node.node_id):
+            self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
+        self._chronicle.note(now, "attached again" if same else "attached", node.node_id)
+        self._judge(node, now)
+
+    def _enroll(self, node: Node, facts: m.NodeFacts) -> None:
+        before = node.saved()
+        known = node.facts is not None
+        node.facts, node.gone = facts, False
+        node.dram_bytes, node.ssd_bytes = facts.dram_bytes, facts.ssd_bytes
+        if not known or node.saved() != before:
+            self._emit(node.saved())
+
+    def detach(self, event: m.Detach, now: float) -> None:
+        node = self.nodes.of_session(event.session)
+        if node is None:
+            return
+        node.gone = True
+        self._awaited.discard(node.node_id)
+        self._emit(node.saved())
+        self._leave(node, now, f"detached: {event.reason}")
+
+    def link_lost(self, event: m.LinkLost, now: float) -> None:
+        node = self.nodes.of_session(event.session)
+        if node is not None and node.pulse is not None and node.pulse.link_lost_at is None:
+            node.pulse.link_lost_at = now
+
+    def _leave(self, node: Node, now: float, reason: str) -> None:
+        """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""
+        assert node.attachment is not None
+        attachment = node.attachment
+        attachment.release(self._directory)
+        self.nodes.unbind(node)
+        node.pulse = node.usage = node.active_since = None
+        self._emit(m.CloseSession(attachment.session, reason))
+        self._chronicle.note(now, f"offline: {reason}", node.node_id)
+        self._enter(node, NodeState.OFFLINE, reason)
+
+    # ------------------------------------------------------------------ life
+
+    def status(self, event: m.StatusReport, now: float) -> None:
+        node = self.speaker(event.session, now)
+        if node is not None:
+            node.usage, node.placed_bytes = event.usage, 0
+            self._judge(node, now)
+
+    def heartbeat(self, event: m.Heartbeat, now: float) -> None:
+        node = self.nodes.get(event.node_id)
+        if node is None or node.pulse is None or not self.knows(event.node_id, event.incarnation):
+            return
+        node.pulse.beat(now, event.progress_age_s, dying=event.dying)
+        self._judge(node, now)
+
+    def knows(self, node_id: str, incarnation: int) -> bool:
+        """True while this incarnation of the node is attached."""
+        node = self.nodes.get(node_id)
+        return node is not None and node.attachment is not None and node.attachment.facts.incarnation == incarnation
+
+    def tick(self, event: m.Tick, now: float) -> None:
+        pause = now - self._last_tick
+        self._last_tick = now
+        for node in self.nodes:
+            if node.pulse is None:
+                continue
+            if pause > PAUSE_S:
+                node.pulse.forgive(now, pause)
+            self._judge(node, now)
+
+    def _judge(self, node: Node, now: float) -> None:
+        assert node.pulse is not None
+        state = node.pulse.judge(now, synced=node.serving)
+        if state is node.state:
+            return
+        if state is NodeState.OFFLINE:
+            silence = f"silent for {node.pulse.silence_s(now):.1f} s"
+            self._leave(node, now, "its process died" if node.pulse.dying else silence)
+            return
+        if state is NodeState.ACTIVE and node.active_since is None:
+            node.active_since = now
+        self._chronicle.note(now, state.value, node.node_id)
+        self._enter(
+            node,
+            state,
+            f"silent for {node.pulse.silence_s(now):.1f} s, no progress for {node.pulse.progress_age_s(now):.1f} s"
+            if state is NodeState.SUSPECTED
+            else "",
+        )
+
+    def _enter(self, node: Node, state: NodeState, reason: str) -> None:
+        self._report("node state", node_id=node.node_id, state=state.value, was=node.state.value, reason=reason)
+        node.state = state
+        self._reroute()
+
+    def _reroute(self) -> None:
+        active = self.active()
+        self.slot_facts = {slot: node.attachment.facts for slot, node in active.items() if node.attachment is not None}
+        self._directory.route({slot: facts.boot_id for slot, facts in self.slot_facts.items()})
+
+    def _report(self, event: str, **fields: object) -> None:
+        self._emit(m.Report(event, fields))
+
+    def check(self) -> None:
+        """Assert that every slot has one owner and only live ones are routed to."""
+        self.nodes.check()
+        owned = [slot for node in self.nodes if node.attachment is not None for slot in node.attachment.slots]
+        assert len(owned) == len(set(owned)), f"a slot with two owners: {sorted(owned)}"
+        assert self.slot_facts == {slot: n.attachment.facts for slot, n in self.active().items() if n.attachment}

@@ -1,0 +1,216 @@
+"""The directory against a dict of dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstrata.master import directory as directory_module
+from kvstrata.master.directory import Directory, TableKey, prefix_length
+from kvstrata.master.table import Keys
+
+BLOCKS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
+TABLES = [TableKey(0, 0, "a"), TableKey(0, 0, ""), TableKey(1, 0, "a"), TableKey(1, 1, "a"), TableKey(1, 2, "a")]
+SHARDS = {0: 1, 1: 3}
+
+
+def keys_of(numbers: list[int]) -> Keys:
+    array = np.array(numbers, dtype=np.uint64).reshape(-1)
+    return np.column_stack((array * np.uint64(1 << 40), array))
+
+
+class AgainstOracle(RuleBasedStateMachine):
+    """``held`` is (table, block, slot) -> tiers; ``hidden`` the same, with the delta that shows it again."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = Directory()
+        self.slots: list[int] = []
+        self.routable: dict[int, str] = {}
+        self.held: dict[tuple[TableKey, int, int], set[int]] = {}
+        self.hidden: dict[tuple[TableKey, int, int], tuple[set[int], int]] = {}
+
+    @precondition(lambda self: len(self.slots) < 5)
+    @rule(routed=st.booleans(), host=st.sampled_from(["h1", "h2"]))
+    def join(self, routed: bool, host: str) -> None:
+        slot = self.directory.take_slot()
+        assert slot not in self.slots
+        self.slots.append(slot)
+        if routed:
+            self.routable[slot] = host
+            self.directory.route(self.routable)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), table=st.sampled_from(TABLES), tier=st.integers(0, 1), blocks=BLOCKS)
+    def add(self, data: Any, table: TableKey, tier: int, blocks: list[int]) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.directory.add(slot, table, tier, keys_of(blocks))
+        for block in blocks:
+            self.hidden.pop((table, block, slot), None)
+            self.held.setdefault((table, block, slot), set()).add(tier)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), table=st.sampled_from(TABLES), tier=st.integers(0, 1), blocks=BLOCKS)
+    def remove(self, data: Any, table: TableKey, tier: int, blocks: list[int]) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.directory.remove(slot, table, tier, keys_of(blocks))
+        for block in blocks:
+            self.hidden.pop((table, block, slot), None)
+            self._take(table, block, slot, {tier})
+
+    def _take(self, table: TableKey, block: int, slot: int, tiers: set[int]) -> None:
+        left = self.held.get((table, block, slot), set()) - tiers
+        self.held[table, block, slot] = left
+        if not left:
+            del self.held[table, block, slot]
+
+    @rule(table=st.sampled_from(TABLES), blocks=BLOCKS)
+    def remove_everywhere(self, table: TableKey, blocks: list[int]) -> None:
+        known = {key[1] for key in [*self.held, *self.hidden] if key[0] == table and key[1] in blocks}
+        assert self.directory.remove_everywhere(table, keys_of(blocks)) == len(known)
+        for mapping in (self.held, self.hidden):
+            for key in [key for key in mapping if key[0] == table and key[1] in blocks]:
+                del mapping[key]
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), table=st.sampled_from(TABLES), blocks=BLOCKS, seq=st.integers(1, 4))
+    def hide(self, data: Any, table: TableKey, blocks: list[int], seq: int) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.directory.hide(slot, table, keys_of(blocks), seq)
+        for block in blocks:
+            tiers = self.held.pop((table, block, slot), None)
+            if tiers:
+                self.hidden[table, block, slot] = (tiers, seq)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), seq=st.integers(1, 4))
+    def applied(self, data: Any, seq: int) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.directory.applied(slot, seq)
+        for key, (tiers, until) in list(self.hidden.items()):
+            if key[2] == slot and until <= seq:
+                del self.hidden[key]
+                self.held[key] = tiers
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def drop(self, data: Any) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.slots.remove(slot)
+        self.routable.pop(slot, None)
+        self.directory.drop_slot(slot)
+        self.held = {key: tiers for key, tiers in self.held.items() if key[2] != slot}
+        self.hidden = {key: entry for key, entry in self.hidden.items() if key[2] != slot}
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), host=st.sampled_from(["h1", "h2"]))
+    def toggle(self, data: Any, host: str) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        if self.routable.pop(slot, None) is None:
+            self.routable[slot] = host
+        self.directory.route(self.routable)
+
+    @rule(table=st.sampled_from(TABLES), blocks=BLOCKS, host=st.sampled_from(["", "h1", "h2", "nowhere"]))
+    def lookup(self, table: TableKey, blocks: list[int], host: str) -> None:
+        count = SHARDS[table.group]
+        found = self.directory.lookup(table.group, table.shard, count, table.salt, keys_of(blocks), host)
+        present = []
+        for block, code in zip(blocks, found.codes.tolist(), strict=True):
+            allowed = self._routes(table, block)
+            assert bool(code) == bool(allowed)
+            if code:
+                slot, tier = (code - 1) >> 2, (code - 1) & 3
+                assert (slot, tier) in allowed
+                here = [route for route in allowed if self.routable[route[0]] == host]
+                assert not here or (slot, tier) in here
+            sisters = [table._replace(shard=shard) for shard in range(count)]
+            present.append(all(self._routes(sister, block) for sister in sisters))
+        assert found.present.tolist() == present
+        assert found.hit_blocks == next((i for i, here in enumerate(present) if not here), len(blocks))
+        shard_present = [bool(code) for code in found.codes.tolist()]
+        assert found.shard_hit_blocks == next((i for i, here in enumerate(shard_present) if not here), len(blocks))
+
+    def _routes(self, table: TableKey, block: int) -> set[tuple[int, int]]:
+        return {
+            (slot, tier)
+            for (held_table, held_block, slot), tiers in self.held.items()
+            if (held_table, held_block) == (table, block) and slot in self.routable
+            for tier in tiers
+        }
+
+    @invariant()
+    def counts(self) -> None:
+        self.directory.check()
+        everything = [*self.held, *self.hidden]
+        assert self.directory.blocks == len({key[:2] for key in everything})
+        assert dict(self.directory.tables()) == {
+            table: count for table in TABLES if (count := len({key[1] for key in everything if key[0] == table}))
+        }
+        for slot in self.slots:
+            assert self.directory.blocks_of(slot) == len({key[:2] for key in everything if key[2] == slot})
+
+
+TestAgainstOracle = AgainstOracle.TestCase
+TestAgainstOracle.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+TABLE = TableKey(0, 0, "tenant")
+
+
+def test_a_salt_without_blocks_leaves_no_table() -> None:
+    directory = Directory()
+    slot = directory.take_slot()
+    for number in range(50):
+        directory.add(slot, TableKey(0, 0, str(number)), 0, keys_of([1]))
+    for number in range(49):
+        directory.remove(slot, TableKey(0, 0, str(number)), 0, keys_of([1]))
+    directory.remove(slot, TABLE, 0, keys_of([1]))
+    assert [key.salt for key, _ in directory.tables()] == ["49"]
+    directory.drop_slot(slot)
+    assert not list(directory.tables())
+
+
+def test_unroutable_blocks_are_told_from_absent_ones() -> None:
+    directory = Directory()
+    slot = directory.take_slot()
+    directory.add(slot, TABLE, 0, keys_of([1, 2]))
+    found = directory.lookup(0, 0, 1, "tenant", keys_of([1, 2, 3]))
+    assert found.unroutable == 2 and not found.present.any()
+
+
+def test_a_newer_report_on_a_block_outlives_an_older_one() -> None:
+    directory = Directory()
+    slot = directory.take_slot()
+    directory.route({slot: ""})
+    directory.add(slot, TABLE, 0, keys_of([1, 2]))
+    directory.hide(slot, TABLE, keys_of([1, 2]), seq=1)
+    directory.remove(slot, TABLE, 0, keys_of([1]))
+    directory.add(slot, TABLE, 1, keys_of([1]))
+    directory.hide(slot, TABLE, keys_of([1]), seq=5)
+    directory.applied(slot, 2)
+    assert directory.lookup(0, 0, 1, "tenant", keys_of([1, 2])).codes.tolist() == [0, 1]
+    directory.applied(slot, 5)
+    assert directory.lookup(0, 0, 1, "tenant", keys_of([1, 2])).codes.tolist() == [2, 1]
+    directory.check()
+
+
+def test_hidden_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "HIDDEN_REPORTS_MAX", 3)
+    directory = Directory()
+    slot = directory.take_slot()
+    directory.route({slot: ""})
+    directory.add(slot, TABLE, 0, keys_of(list(range(5))))
+    for block in range(5):
+        directory.hide(slot, TABLE, keys_of([block]), seq=9)
+    directory.applied(slot, 9)
+    found = directory.lookup(0, 0, 1, "tenant", keys_of(list(range(5))))
+    assert found.present.tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("mask, length", [([], 0), ([1], 1), ([0, 1], 0), ([1, 1, 0, 1], 2), ([1, 1], 2)])
+def test_prefix_length(mask: list[int], length: int) -> None:
+    assert prefix_length(np.array(mask, dtype=np.bool_)) == length

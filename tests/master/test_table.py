@@ -1,0 +1,145 @@
+"""The hash table against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstrata.master import table as table_module
+from kvstrata.master.table import CAPACITY_MIN, Keys, Table, Values, fold
+
+SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
+
+
+def keys_of(numbers: list[int]) -> Keys:
+    """Few distinct keys, zero included, so that batches repeat and collide."""
+    array = np.array(numbers, dtype=np.uint64)
+    return np.column_stack((array // np.uint64(7), array))
+
+
+class AgainstDict(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.oracle: dict[int, int] = {}
+
+    @rule(numbers=SMALL_KEYS, base=st.integers(1, 1000))
+    def put(self, numbers: list[int], base: int) -> None:
+        values = np.arange(base, base + len(numbers), dtype=np.uint32)
+        self.table.put(keys_of(numbers), values)
+        self.oracle.update(zip(numbers, values.tolist(), strict=True))
+
+    @rule(numbers=SMALL_KEYS)
+    def discard(self, numbers: list[int]) -> None:
+        gone = self.table.discard(keys_of(numbers))
+        assert gone == len({number for number in numbers if self.oracle.pop(number, None) is not None})
+
+    @rule(numbers=SMALL_KEYS, bump=st.integers(1, 3))
+    def update(self, numbers: list[int], bump: int) -> None:
+        def change(values: Values) -> Values:
+            return np.where(values % 2 == 0, values + np.uint32(bump), np.uint32(0)).astype(np.uint32)
+
+        before, after = self.table.update(keys_of(numbers), change)
+        expected = []
+        for number in set(numbers):
+            old = self.oracle.pop(number, 0)
+            new = old + bump if old % 2 == 0 else 0
+            if new:
+                self.oracle[number] = new
+            if old != new:
+                expected.append((old, new))
+        assert sorted(zip(before.tolist(), after.tolist(), strict=True)) == sorted(expected)
+
+    @rule(modulus=st.integers(2, 5))
+    def remap(self, modulus: int) -> None:
+        top = max(self.oracle.values(), default=0) + 1
+        mapping = np.array([value if value % modulus else 0 for value in range(top)], dtype=np.uint32)
+        self.table.remap(mapping)
+        self.oracle = {key: value for key, value in self.oracle.items() if value % modulus}
+
+    @invariant()
+    def same(self) -> None:
+        everything = list(range(301))
+        assert self.table.find(keys_of(everything)).tolist() == [self.oracle.get(key, 0) for key in everything]
+        assert self.table.live == len(self.oracle)
+        top = max(self.oracle.values(), default=0) + 1
+        assert self.table.histogram(top).sum() == len(self.oracle)
+        self.table.check()
+
+
+TestAgainstDict = AgainstDict.TestCase
+TestAgainstDict.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def random_keys(count: int, seed: int = 0) -> Keys:
+    return np.random.default_rng(seed).integers(0, 2**64, size=(count, 2), dtype=np.uint64)
+
+
+def test_grows_and_keeps_everything() -> None:
+    table, keys = Table(), random_keys(200_000)
+    for start in range(0, len(keys), 7_001):
+        table.put(
+            keys[start : start + 7_001], np.arange(start, start + len(keys[start : start + 7_001]), dtype=np.uint32) + 1
+        )
+    assert np.array_equal(table.find(keys), np.arange(1, len(keys) + 1, dtype=np.uint32))
+    assert not table.find(random_keys(10_000, seed=1)).any()
+    assert table.nbytes / table.live <= 89
+    table.check()
+
+
+def test_shrinks_when_emptied() -> None:
+    table, keys = Table(), random_keys(50_000)
+    table.put(keys, np.ones(len(keys), dtype=np.uint32))
+    big = table.capacity
+    assert table.discard(keys[100:]) == len(keys) - 100
+    assert table.capacity < big / 100
+    assert np.count_nonzero(table.find(keys)) == 100
+    table.discard(keys)
+    assert table.live == 0 and table.capacity == CAPACITY_MIN
+
+
+def test_tombstones_do_not_pile_up() -> None:
+    table = Table()
+    for turn in range(300):
+        keys = random_keys(500, seed=turn)
+        table.put(keys, np.ones(500, dtype=np.uint32))
+        table.discard(keys)
+    assert table.capacity <= 4096
+    table.check()
+
+
+def test_equal_keys_in_one_batch_the_last_wins_and_count_once() -> None:
+    table, keys = Table(), np.repeat(random_keys(3), 50, axis=0)
+    table.put(keys, np.arange(1, 151, dtype=np.uint32))
+    assert table.live == 3
+    assert table.find(keys[::50]).tolist() == [50, 100, 150]
+
+
+def test_a_key_that_finds_no_place_within_the_bound_makes_the_table_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "PROBES_MAX", 2)
+    table, keys = Table(), random_keys(5_000)
+    for start in range(0, len(keys), 100):
+        table.put(keys[start : start + 100], np.full(100, start + 1, dtype=np.uint32))
+    assert table.live == len(keys)
+    table.check()
+
+
+def test_slots_depend_on_a_secret() -> None:
+    keys = random_keys(1000)
+    tables = [Table(), Table()]
+    for table in tables:
+        table.put(keys, np.ones(1000, dtype=np.uint32))
+    assert not np.array_equal(tables[0]._lo, tables[1]._lo)
+
+
+@given(st.integers(16, 32), st.integers(0, 20), st.randoms(use_true_random=False))
+def test_fold_keeps_distinct_hashes_distinct(width: int, count: int, random: object) -> None:
+    hashes = [random.randbytes(width) for _ in range(count)]  # type: ignore[attr-defined]
+    keys = fold(b"".join(hashes), width)
+    assert keys.shape == (count, 2)
+    assert len({tuple(row) for row in keys.tolist()}) == len(set(hashes))
+    if width == 16:
+        assert keys.astype("<u8").tobytes() == b"".join(hashes)
