@@ -1,0 +1,52 @@
+"""Fixtures: a fake pool of two nodes behind a master on a real socket, and clients of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_pool import FakeChoice, FakeMaster, FakeNode
+
+from kvstrata.client import Client
+
+
+@pytest.fixture
+def nodes() -> dict[str, FakeNode]:
+    return {"a": FakeNode("a"), "b": FakeNode("b")}
+
+
+@pytest.fixture
+def master(nodes: dict[str, FakeNode]) -> Iterator[FakeMaster]:
+    master = FakeMaster(nodes)
+    yield master
+    master.stop()
+
+
+@pytest.fixture
+def connect(nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
+    """Makes clients whose peers are the fake nodes."""
+    opened: list[Client] = []
+
+    class Choice(FakeChoice):
+        pass
+
+    Choice.nodes = nodes
+    monkeypatch.setattr("kvstrata.client.client.TransportChoice", Choice)
+
+    def make(masters: str, **options: object) -> Client:
+        opened.append(Client(masters, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield make
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def client(master: FakeMaster, connect: Callable[..., Client]) -> Client:
+    return connect(master.address)
