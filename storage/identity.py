@@ -67,14 +67,15 @@ class DataDirectory:
 
     def _next_identity(self, name: str | None) -> NodeIdentity:
         file = self.path / _IDENTITY
-        kept = self._read(file) if file.exists() else {"node_id": name or f"node-{secrets.token_hex(6)}", "starts": 0}
-        if name is not None and kept["node_id"] != name:
-            raise ConfigError(f"{self.path} belongs to node {kept['node_id']!r}, not {name!r}: use another directory")
-        starts = kept["starts"] + 1
-        _write_durably(file, {"format": FORMAT, "node_id": kept["node_id"], "starts": starts})
-        return NodeIdentity(kept["node_id"], starts << 32 | secrets.randbits(32))
+        node_id, starts = self._read(file) if file.exists() else (name or f"node-{secrets.token_hex(6)}", 0)
+        if name is not None and node_id != name:
+            raise ConfigError(f"{self.path} belongs to node {node_id!r}, not {name!r}: use another directory")
+        starts += 1
+        _write_durably(file, {"format": FORMAT, "node_id": node_id, "starts": starts})
+        return NodeIdentity(node_id, starts << 32 | secrets.randbits(32))
 
-    def _read(self, file: Path) -> dict[str, Any]:
+    def _read(self, file: Path) -> tuple[str, int]:
+        """(node id, starts so far)."""
         try:
             kept = json.loads(file.read_bytes())
             version, node_id, starts = kept["format"], kept["node_id"], kept["starts"]
@@ -84,7 +85,7 @@ class DataDirectory:
             raise ConfigError(f"{file} has format {version}, this version reads {FORMAT}: use the newer kvstrata")
         if not isinstance(node_id, str) or not _NAME.fullmatch(node_id) or not isinstance(starts, int) or starts < 0:
             raise ConfigError(f"{file} is damaged: move it away to start as a new node")
-        return {"node_id": node_id, "starts": starts & 0x7FFFFFFF}
+        return node_id, starts & 0x7FFFFFFF
 
     def close(self) -> None:
         """Let another process have the directory. Safe twice."""

@@ -1,24 +1,26 @@
 """One storage node as an object: its memory, its state, what serves it, and the loops that keep it going.
 
-:mod:`.daemon` runs one in a process of its own; tests run several in one.
+:mod:`.daemon` runs one in a process of its own; tests also run several in one.
 """
 
 from __future__ import annotations
 
-import resource
+import contextlib
+import os
+import shutil
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.channel import NodeChannel
-from kvstrata.storage.http import NodeHttp
+from kvstrata.storage.config import StorageConfig
+from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.state import NodeState
@@ -28,25 +30,118 @@ from kvstrata.transfer.server import ChannelServer, Session
 
 log = get_logger(__name__)
 
-#: Deadlines are looked at this often; a lease may outlive its own by as much.
+#: Deadlines are looked at this often: a lease may outlive its own by as much, never the other way round.
 EXPIRE_S: Final = 0.05
-#: sun_path holds 107 bytes; the rest is room for what containers mount in front.
+#: sun_path holds 107 bytes; the rest is for what containers mount in front.
 UNIX_PATH_BYTES_MAX: Final = 100
 STOP_S: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class StorageConfig:
-    """What a node is started with. Addresses are ``HOST:PORT``; port 0 picks a free one.
+class StorageNode:
+    """Construction takes the directory and the memory, :meth:`start` serves, :meth:`stop` gives all back.
 
-    ``masters`` are channel addresses. ``name`` becomes the node id when the data directory is new.
+    Raises :class:`ConfigError` for what the operator has to change.
     """
 
-    masters: tuple[str, ...]
-    listen: str
-    http: str
-    data: Path
-    dram_bytes: int
-    name: str | None = None
-    hugepages: bool = False
-    slab_bytes: int | None = None
+    def __init__(self, config: StorageConfig) -> None:
+        self.config = config.validated()
+        self.directory = DataDirectory(config.data, config.name)
+        self.identity = self.directory.identity
+        self.lock = threading.Lock()
+        self.loops = Loops()
+        self.channel = ""
+        self._private: Path | None = None
+        self._ends: list[Callable[[], None]] = [self.directory.close]
+        try:
+            self.arena = Arena(config.dram_bytes, config.slab_bytes, hugepages=config.hugepages)
+        except BaseException:
+            self.directory.close()
+            raise
+        self._ends.append(self.arena.close)
+        self.state = NodeState(self.arena)
+        self.unix_path = self._unix_path()
+        self._watched: list[Callable[[], str]] = []
+        self.report = NodeReport(self.identity, self.state, self.lock, self.loops, self._clients, self._watched)
+
+    # ------------------------------------------------------------------ start
+
+    def start(self) -> dict[str, Any]:
+        """Serve; returns what a ready line says. On an error everything taken is given back."""
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> dict[str, Any]:
+        web = serve_http(self.report, self.config.http)
+        self._ends.append(web.stop)
+        self.http = web.address
+        handlers = NodeChannel(self.state, self.lock, changed=self._changed, info=self.report.health)
+        self.server = ChannelServer(handlers.handlers(), self._hello, handlers.session_ended, self.loops)
+        self._ends.append(lambda: self.loops.stop(STOP_S))
+        self._ends.append(lambda: self.server.stop(STOP_S))
+        self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
+        self.channel = self.server.listen_tcp(self.config.listen)
+        self.server.listen_unix(self.unix_path)
+        self._watched.append(web.problem)
+        web.start()
+        return self._ready()
+
+    def _ready(self) -> dict[str, Any]:
+        return {
+            "event": "ready",
+            "role": "node",
+            "node_id": self.identity.node_id,
+            "incarnation": self.identity.incarnation,
+            "channel": self.channel,
+            "unix": str(self.unix_path),
+            "http": self.http,
+            "dram_bytes": self.arena.bytes_total,
+            "pid": os.getpid(),
+        }
+
+    def _unix_path(self) -> Path:
+        path = (self.config.data / "node.sock").absolute()
+        if len(os.fsencode(path)) <= UNIX_PATH_BYTES_MAX:
+            return path
+        self._private = Path(tempfile.mkdtemp(prefix="kvstrata-"))
+        return self._private / "node.sock"
+
+    # ------------------------------------------------------------------ at work
+
+    def _hello(self, session: Session) -> pb.HelloOk:
+        return pb.HelloOk(
+            software=SOFTWARE,
+            role="node",
+            node_id=self.identity.node_id,
+            incarnation=self.identity.incarnation,
+            boot_id=boot_id(),
+            unix_path=str(self.unix_path),
+            channel=self.channel,
+            http=self.http,
+        )
+
+    def _expire(self) -> None:
+        with self.lock:
+            self.state.expire(time.monotonic())
+
+    def _changed(self) -> None:
+        """Something for the directory to hear of."""
+
+    def _clients(self) -> int:
+        return len(self.server.sessions) if self.channel else 0
+
+    # ------------------------------------------------------------------ stop
+
+    def stop(self) -> None:
+        """Leave, stop serving, give memory and directory back: each within its bound. Safe twice."""
+        while self._ends:
+            end = self._ends.pop()
+            try:
+                end()
+            except Exception:
+                log.error("stopping: a step failed, going on", exc_info=True)
+        if self._private is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._private)

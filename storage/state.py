@@ -319,6 +319,11 @@ class NodeState:
         return self.inventory.story.of((entry.handle, salt), key) if entry is not None else []
 
     @property
+    def namespaces(self) -> int:
+        """Namespaces that have a handle."""
+        return len(self._entries)
+
+    @property
     def sessions(self) -> int:
         """Sessions that hold a lease or a reservation."""
         return len(self._sessions)

@@ -1,0 +1,48 @@
+"""A storage node as a process: ready line, signals, clean stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from kvstrata.proto.logs import get_logger
+from kvstrata.storage.config import StorageConfig, raise_open_files
+from kvstrata.storage.node import StorageNode
+
+__all__ = ["StorageConfig", "run"]
+
+log = get_logger(__name__)
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(config: StorageConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Call from the main thread.
+
+    ``on_ready`` gets the ready line's fields once the node serves, with or without a master in reach.
+    Raises :class:`ConfigError` when it cannot start. A second signal does not hurry a stop: it is bounded.
+    """
+    raise_open_files()
+    asked = threading.Event()
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        asked.set()
+
+    before = [signal.signal(number, on_signal) for number in _SIGNALS]
+    try:
+        node = StorageNode(config)
+        try:
+            on_ready(node.start())
+            asked.wait()
+            log.info("stopping", signal=signal.Signals(received[0]).name)
+        finally:
+            node.stop()
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+    return 0
