@@ -99,7 +99,7 @@ class Connection:
         self.hello = pb.HelloOk()
         self.silence_s = silence_s
         self.broken = False
-        self.spins = (os.cpu_count() or 1) > 1
+        self.spins = (os.cpu_count() or 1) > 1 and not stream.passes_fds  # spinning reads take no descriptors
         self._request = 0
         _open_connections.add(self)
 
@@ -207,15 +207,16 @@ class Connection:
         self.stream.set_silence(left_s)
         try:
             self.stream.send(kind, self._request, message, raw, fds)
-            frame = self._answer(None)
+            return self._answer(time.monotonic() + left_s)  # progress frames do not stretch it
         except (Silence, Silent) as error:
             self.broken = True
             raise Late(f"no answer within the {left_s * 1e3:.0f} ms that were left") from error
         except (Disconnected, Late, ProtocolError):
             self.broken = True
             raise
-        self.stream.set_silence(self.silence_s)
-        return frame
+        finally:
+            if not self.broken:  # also after a refusal: the connection goes on to other calls
+                self.stream.set_silence(self.silence_s)
 
     def _answer(self, deadline: float | None) -> Frame:
         while True:
