@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvstrata.cli.replay.capacity import blocks_held, node_bytes_for
 from kvstrata.cli.replay.options import ReplayOptions
-from kvstrata.cli.replay.processes import Child, command, ready_line
-from kvstrata.client.admin import AdminClient
+from kvstrata.cli.replay.processes import READY_S, Child, command, ready_line
+from kvstrata.cli.replay.roster import Roster
 from kvstrata.proto.errors import ConfigError
 
 _FREE = "127.0.0.1:0"
@@ -33,11 +33,12 @@ class OwnPool:
                 self._start_node(number, node_bytes)
             for node in self.nodes:
                 ready_line(node)
+            Roster.with_nodes(self.masters, options.nodes, READY_S)
         except BaseException:
             self.close()
             raise
 
-    def deaths(self) -> list[str]:
+    def losses(self) -> list[str]:
         """How each process that is gone ended."""
         return [death for child in self._children() if (death := child.died())]
 
@@ -74,15 +75,15 @@ class RunningPool:
         """Raises ``Unavailable`` when no master answers, :class:`ConfigError` when no node is active."""
         assert options.masters is not None
         self.masters = options.masters
-        with AdminClient(self.masters) as admin:
-            active = [node.dram_bytes for node in admin.nodes() if node.state == "active"]
-        if not active:
+        self._before = Roster.of(self.masters)
+        if not self._before.nodes:
             raise ConfigError(f"the pool at {self.masters} has no active node: start one with 'kvstrata storage'")
-        self.blocks = sum(blocks_held(dram_bytes, options.block_bytes) for dram_bytes in active)
+        sizes = (dram_bytes for _, dram_bytes in self._before.nodes.values())
+        self.blocks = sum(blocks_held(dram_bytes, options.block_bytes) for dram_bytes in sizes)
 
-    def deaths(self) -> list[str]:
-        """Nothing is known of processes that are not ours; clients see what they see."""
-        return []
+    def losses(self) -> list[str]:
+        """What went or was restarted while the replay ran, as far as the master can tell."""
+        return self._before.losses(self.masters)
 
     def close(self) -> None:
         """It goes on running."""

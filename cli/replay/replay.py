@@ -40,8 +40,8 @@ def run_replay(options: ReplayOptions, progress: ProgressCallback | None = None)
             measured = coordinator.run(progress)
         finally:
             coordinator.close()
-        deaths = pool.deaths()
-    return assemble(options, costs, schedule, pool.blocks, measured, deaths)
+        losses = pool.losses()
+    return assemble(options, costs, schedule, pool.blocks, measured, losses)
 
 
 def load_trace(options: ReplayOptions) -> Trace:

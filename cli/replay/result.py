@@ -19,9 +19,6 @@ from kvstrata.cli.replay.timing import Latencies, latencies
 
 #: The replay must hit what the simulator of the same policy hits, within this many points of token hit rate.
 ORACLE_POINTS_MAX = 0.5
-#: Statuses by which a client saw a fault, and not just a cache that is full.
-FAULT_REASONS = frozenset({"node_lost", "late", "lease_lost", "corrupt", "not_yet"})
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -92,7 +89,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Everything a report needs. ``pool_calls_s`` float64 [turns] is measured lookup + load."""
+    """Everything a report needs. ``pool_calls_s`` float64 [turns] is measured lookup + load.
+
+    ``faults`` are processes that were lost or restarted on the way. Only they excuse a gap to the simulator: a
+    client's "node lost" with all processes alive is a defect.
+    """
 
     options: ReplayOptions
     costs: CostModel
@@ -173,9 +174,9 @@ def assemble(
     schedule: Schedule,
     pool_blocks: int,
     measured: Measured,
-    deaths: Sequence[str],
+    losses: Sequence[str],
 ) -> ReplayResult:
-    """Simulate the other cases and put all side by side. ``deaths`` are pool processes that were lost on the way."""
+    """Simulate the other cases and put all side by side. ``losses`` are processes that the pool lost."""
 
     def case(name: str, hits: Hits) -> Case:
         return Case(name, hits, latencies(schedule, hits, costs))
@@ -183,7 +184,6 @@ def assemble(
     traffic = Traffic.of(measured)
     private_blocks = options.private_blocks
     private = private_caches(schedule, options.engines, private_blocks)
-    seen = [f"clients saw {traffic.reasons[name]} x {name}" for name in sorted(FAULT_REASONS & set(traffic.reasons))]
     return ReplayResult(
         options=options,
         costs=costs,
@@ -198,6 +198,6 @@ def assemble(
         ),
         traffic=traffic,
         pool_calls_s=np.array([outcome.lookup_s + outcome.load_s for outcome in measured.outcomes], dtype=np.float64),
-        faults=(*deaths, *measured.engines_lost, *seen),
+        faults=(*losses, *measured.engines_lost),
         errors=tuple(outcome.error for outcome in measured.outcomes if outcome.error),
     )

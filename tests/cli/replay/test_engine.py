@@ -90,6 +90,12 @@ def test_a_hole_ends_the_prefix_and_is_filled(engine: Engine, other: Engine, poo
     assert pool.stores[-1] == (HASHES[1].tobytes(), 1, 3)
 
 
+def test_blocks_behind_a_hole_are_no_prefix_even_in_another_call(engine: Engine, other: Engine, pool: Any) -> None:
+    engine.serve(work(list(range(10))))
+    pool.lost.add(HASHES[1].tobytes())
+    assert other.serve(work(list(range(10)))).pool_blocks == 1
+
+
 def test_what_the_pool_dropped_of_a_private_prefix_is_given_back(engine: Engine, pool: Any) -> None:
     engine.serve(work([1, 2, 3, 4]))
     for number in (2, 3):

@@ -49,7 +49,7 @@ def test_a_child_that_ends_before_it_is_ready_says_why(start: Start) -> None:
 
 
 def test_a_silent_child_is_given_up_at_the_deadline(start: Start) -> None:
-    with pytest.raises(Unavailable, match="child 0 is not ready after 0.2 s"):
+    with pytest.raises(Unavailable, match=r"child 0 is not ready after 0\.2 s"):
         ready_line(start(SLEEP), timeout_s=0.2)
 
 

@@ -83,6 +83,14 @@ def test_cases_are_ordered(chains: list[tuple[int, list[int]]], private: int) ->
     assert (ceiling.computed + ceiling.pool == ceiling.tokens_in).all()
 
 
+def test_what_private_caches_serve_looks_cold_to_the_pool() -> None:
+    chains = [(0, [1]), (1, [2]), (0, [1]), (1, [3]), (1, [1])]
+    # Room for two: block 1 was used last, but the pool has not seen that, and drops it for 3.
+    hits = simulator.pooled(schedule_of(chains), 2, 1, 2)
+    assert hits.private.tolist() == [0, 0, 10, 0, 0]
+    assert hits.pool.tolist() == [0, 0, 0, 0, 0]
+
+
 def test_hits_stop_at_the_limit() -> None:
     whole = schedule_of([(0, [1, 2]), (0, [1, 2])])
     limited = Schedule("", False, BLOCK_TOKENS, 1, tuple(_limited(t) for t in whole.turns), whole.hashes)
