@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +16,7 @@ from starlette.routing import Route
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
 from kvstrata.master.views import Views
+from kvstrata.proto import control_pb2 as control
 
 
 class _StateCollector(Collector):
@@ -53,6 +53,12 @@ class _StateCollector(Collector):
             yield GaugeMetricFamily(f"kvstrata_master_{name}", text, value=value)
 
 
+def _plain(report: control.HealthReport) -> dict[str, object]:
+    """As JSON, with numbers as numbers (protobuf's own JSON makes strings of 64-bit integers)."""
+    body: dict[str, object] = {field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields}
+    return body | {"problems": list(report.problems), "loop_age_seconds": dict(report.loop_age_seconds)}
+
+
 def application(hub: Hub, views: Views) -> Starlette:
     """The ASGI application."""
     registry = hub.metrics.registry
@@ -63,8 +69,7 @@ def application(hub: Hub, views: Views) -> Starlette:
 
     async def healthz(_: Request) -> Response:
         report = await run_in_threadpool(views.health)
-        body = MessageToDict(report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return JSONResponse(body, status_code=200 if report.healthy else 503)
+        return JSONResponse(_plain(report), status_code=200 if report.healthy else 503)
 
     async def readyz(_: Request) -> Response:
         report = await run_in_threadpool(views.health)

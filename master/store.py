@@ -157,6 +157,9 @@ class SqliteStore:
             except sqlite3.Error as error:
                 self._roll_back()
                 raise Unavailable(f"state store {self._where}: {error}") from error
+            except BaseException:
+                self._roll_back()
+                raise
 
     def _write(self, write: Save) -> None:
         execute = self._connection.execute
@@ -167,20 +170,18 @@ class SqliteStore:
             ns = write.namespace
             layout = (ns.group, ns.block_bytes, ns.block_tokens, ns.hash_bytes, ns.shard_count, write.epoch)
             execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", layout)
-        elif write.waiting:
-            ns = write.namespace
-            stone = (
-                write.command,
-                ns.group,
-                ns.shard,
-                _salt_bytes(write.salt),
-                write.hashes,
-                json.dumps(write.waiting),
-            )
-            execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?, ?, ?)", stone)
-            execute("INSERT OR REPLACE INTO facts VALUES ('last_command', ?)", (str(write.command),))
         else:
+            self._write_tombstone(write)
+
+    def _write_tombstone(self, write: SaveTombstone) -> None:
+        execute = self._connection.execute
+        execute(_LAST_COMMAND, (write.command,))
+        if not write.waiting:
             execute("DELETE FROM tombstones WHERE command = ?", (write.command,))
+            return
+        waiting, ns = json.dumps(write.waiting), write.namespace
+        stone = (write.command, ns.group, ns.shard, _salt_bytes(write.salt), write.hashes, waiting)
+        execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?, ?, ?)", stone)
 
     def _roll_back(self) -> None:
         if self._connection.in_transaction:
