@@ -369,3 +369,32 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
         assert part, "the server closed the connection"
         data += part
     return data
+
+
+def test_progress_does_not_stretch_a_short_deadline(serve: Serve, me: Identity) -> None:
+    def slow(_: ServerConnection, __: Frame) -> Reply:
+        time.sleep(0.8)
+        return Reply(Kind.OK)
+
+    channel = Channel([serve({Kind.COMMIT: slow}).address], me)
+    started = time.monotonic()
+    with pytest.raises(Late):
+        channel.call(Kind.COMMIT, b"", soon(0.15))
+    assert time.monotonic() - started < 0.6 and channel.breaker.closed
+    channel.close()
+
+
+def test_a_refusal_near_the_deadline_leaves_the_silence_bound_as_it_was(serve: Serve, me: Identity) -> None:
+    def refuse(_: ServerConnection, __: Frame) -> Reply:
+        raise QuotaExceeded("full")
+
+    def slow(_: ServerConnection, __: Frame) -> Reply:
+        time.sleep(0.09)
+        return Reply(Kind.OK)
+
+    channel = Channel([serve({Kind.RESERVE: refuse, Kind.COMMIT: slow}).address], me)
+    channel.call(Kind.PING, b"", soon())
+    with pytest.raises(QuotaExceeded):
+        channel.call(Kind.RESERVE, b"", soon(0.05))
+    assert channel.call(Kind.COMMIT, b"", soon()).kind == Kind.OK
+    channel.close()
