@@ -90,26 +90,29 @@ class Reader:
         Raises only refusals of the whole call. Every position of ``status`` is decided.
         """
         hint = self._recent.find(asked.namespace, asked.salt, asked.hashes)
-        if hint is not None:
+        peer = self._peers.sole_local() if hint is None else self._only_peer(*hint)
+        if peer is not None and asked.count <= asked.limit:
+            fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
+            if fetched.status.tobytes().count(_LOADED) == asked.count:
+                return fetched  # the good case: one node, nothing missing, no arrays of our own
             work = _Work.new(asked, attempt)
-            self._round(work, hint[0], hint[1], None)
+            self._settle(work, peer.endpoint, None, asked.hashes, fetched, guessed=hint is None)
+            work.moved = fetched.bytes_moved
         else:
-            peer = self._peers.sole_local()
-            if peer is None or asked.count > asked.limit:
-                work = _Work.new(asked, attempt)
-            else:
-                fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
-                if fetched.status.tobytes().count(_LOADED) == asked.count:
-                    return fetched
-                work = _Work.new(asked, attempt)
-                status = fetched.status.copy()
-                status[(status == _MISSING) | (status == _EVICTED)] = _UNKNOWN  # a guess: it may be elsewhere
-                work.fill(None, fetched, status)
-                work.moved = fetched.bytes_moved
+            work = _Work.new(asked, attempt)
+            if hint is not None:
+                self._round(work, *hint, None)
         open_positions = np.flatnonzero(_OPEN[work.status])
         if len(open_positions):
             self._afresh(work, open_positions)
         return Fetched(work.status, work.tier, 0, work.moved)
+
+    def _only_peer(self, codes: U16, nodes: tuple[Endpoint, ...]) -> Peer | None:
+        """The one node (and tier) that holds all, when there is one and it can be reached."""
+        code = int(codes[0])
+        if not code or (len(codes) > 1 and not (codes == code).all()):
+            return None
+        return self._peers.get(nodes[(code - 1) >> 2])
 
     def _afresh(self, work: _Work, positions: Positions) -> None:
         """Look the call's blocks up and try ``positions`` where they are now."""
@@ -141,14 +144,22 @@ class Reader:
                 fetched = _nothing(len(hashes) // asked.namespace.hash_bytes, BlockStatus.NODE_LOST)
             else:
                 fetched = _guarded(work.attempt, peer, part.where, hashes, len(hashes) // asked.namespace.hash_bytes)
-            status = fetched.status
-            missed = (status == _MISSING) | (status == _EVICTED)
-            if missed.any():
-                status = np.where(missed, np.uint8(_EVICTED), status)
-                self._report(asked, node, hashes, np.flatnonzero(missed), fetched.delta_seq)
-            work.fill(part.where, fetched, status)
+            self._settle(work, node, part.where, hashes, fetched, guessed=False)
             moved += fetched.bytes_moved
         return moved
+
+    def _settle(
+        self, work: _Work, node: Endpoint, where: Where | None, hashes: bytes, fetched: Fetched, *, guessed: bool
+    ) -> None:
+        """Enter what a node answered. A miss where the directory had named it is reported as EVICTED; where it
+        was only guessed the block may be elsewhere."""
+        status = fetched.status
+        missed = (status == _MISSING) | (status == _EVICTED)
+        if missed.any():
+            status = np.where(missed, np.uint8(_UNKNOWN if guessed else _EVICTED), status)
+            if not guessed:
+                self._report(work.asked, node, hashes, np.flatnonzero(missed), fetched.delta_seq)
+        work.fill(where, fetched, status)
 
     def _report(self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int) -> None:
         gone = gather(hashes, asked.namespace.hash_bytes, missed)
