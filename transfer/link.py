@@ -90,8 +90,9 @@ class NodeLink:
         self.channel.close()
 
     def upkeep_once_more(self) -> None:
-        with suppress(KVError):
-            self.upkeep()
+        if self.channel.breaker.closed:  # a probe of a dead node would hold up the close
+            with suppress(KVError):
+                self.upkeep()
 
 
 def undecided(count: int) -> StatusArray:
