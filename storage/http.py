@@ -58,6 +58,10 @@ class NodeCollector(Collector):
             yield CounterMetricFamily(f"kvstrata_node_{name}", text, value=totals.counts[name])
         yield self._slots(totals.slots)
         yield GaugeMetricFamily("kvstrata_node_clients", "client sessions", value=self._report.clients())
+        attached = GaugeMetricFamily("kvstrata_node_master_attached", "1 while attached", labels=["master"])
+        for link in self._report.links:
+            attached.add_metric([link.master], float(link.attached))
+        yield attached
         ages = GaugeMetricFamily("kvstrata_node_loop_age_seconds", "since a loop's last turn", labels=["loop"])
         for loop, age in self._report.loops.ages_s().items():
             ages.add_metric([loop], age)

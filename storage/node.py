@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -16,13 +17,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import control_pb2 as control
+from kvstrata.proto import wire
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import Arena
+from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.report import NodeReport
+from kvstrata.storage.sidecar import Sidecar
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.channel import SOFTWARE, boot_id
 from kvstrata.transfer.loops import Loop, Loops
@@ -32,6 +37,8 @@ log = get_logger(__name__)
 
 #: Deadlines are looked at this often: a lease may outlive its own by as much, never the other way round.
 EXPIRE_S: Final = 0.05
+#: A dead heartbeat process is started again within this.
+TEND_S: Final = 0.5
 #: sun_path holds 107 bytes; the rest is for what containers mount in front.
 UNIX_PATH_BYTES_MAX: Final = 100
 STOP_S: Final = 2.0
@@ -60,8 +67,14 @@ class StorageNode:
         self._ends.append(self.arena.close)
         self.state = NodeState(self.arena)
         self.unix_path = self._unix_path()
+        self.links: list[MasterLink] = []
+        self.sidecar = Sidecar(self.identity, config.masters) if config.masters else None
+        if self.sidecar is not None:
+            self._ends.append(self.sidecar.stop)
         self._watched: list[Callable[[], str]] = []
-        self.report = NodeReport(self.identity, self.state, self.lock, self.loops, self._clients, self._watched)
+        self.report = NodeReport(
+            self.identity, self.state, self.lock, self.loops, self.links, self._clients, self._watched
+        )
 
     # ------------------------------------------------------------------ start
 
@@ -86,7 +99,21 @@ class StorageNode:
         self.server.listen_unix(self.unix_path)
         self._watched.append(web.problem)
         web.start()
+        self._join_masters()
         return self._ready()
+
+    def _join_masters(self) -> None:
+        """None of them needs to be there."""
+        if self.sidecar is not None:
+            self.sidecar.start()
+            self._watched.append(self.sidecar.problem)
+            self.loops.add(Loop("heartbeat", TEND_S, self.sidecar.tend))
+        self._ends.append(self._leave_masters)
+        for master in self.config.masters:
+            link = MasterLink(master, self.state, self.lock, self._attach, self.report.node_status, self._acknowledged)
+            self.links.append(link)
+            self._watched.append(link.problem)
+            link.start()
 
     def _ready(self) -> dict[str, Any]:
         return {
@@ -111,6 +138,7 @@ class StorageNode:
     # ------------------------------------------------------------------ at work
 
     def _hello(self, session: Session) -> pb.HelloOk:
+        host = _reached_at(session)
         return pb.HelloOk(
             software=SOFTWARE,
             role="node",
@@ -118,21 +146,53 @@ class StorageNode:
             incarnation=self.identity.incarnation,
             boot_id=boot_id(),
             unix_path=str(self.unix_path),
-            channel=self.channel,
-            http=self.http,
+            channel=advertised(self.channel, host),
+            http=advertised(self.http, host),
+        )
+
+    def _attach(self, host: str) -> control.Attach:
+        return control.Attach(
+            node_id=self.identity.node_id,
+            incarnation=self.identity.incarnation,
+            channel=advertised(self.channel, host),
+            unix_path=str(self.unix_path),
+            http=advertised(self.http, host),
+            host=socket.gethostname(),
+            boot_id=boot_id(),
+            dram_bytes=self.arena.bytes_total,
+            software=SOFTWARE,
+            protocol=wire.PROTOCOL,
+            pid=os.getpid(),
         )
 
     def _expire(self) -> None:
         with self.lock:
             self.state.expire(time.monotonic())
+        if self.sidecar is not None:
+            self.sidecar.progress()
 
     def _changed(self) -> None:
         """Something for the directory to hear of."""
+        for link in self.links:
+            link.wake()
+
+    def _acknowledged(self) -> None:
+        """Forget what every attached master has applied; the others get a snapshot when they come."""
+        acked = [link.acked_seq for link in self.links if link.attached]
+        if acked:
+            with self.lock:
+                self.state.deltas.trim(min(acked))
 
     def _clients(self) -> int:
         return len(self.server.sessions) if self.channel else 0
 
     # ------------------------------------------------------------------ stop
+
+    def _leave_masters(self) -> None:
+        for link in self.links:
+            link.leave("the node is stopping")
+        for link in self.links:
+            link.stop()
 
     def stop(self) -> None:
         """Leave, stop serving, give memory and directory back: each within its bound. Safe twice."""
@@ -145,3 +205,13 @@ class StorageNode:
         if self._private is not None:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._private)
+
+
+def _reached_at(session: Session) -> str:
+    """The address of ours that a TCP client of this session came by; "" when it came otherwise."""
+    for connection in list(session.connections):
+        sock = connection.stream.sock
+        if not connection.local:
+            with contextlib.suppress(OSError):
+                return str(sock.getsockname()[0])
+    return ""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstrata.proto import control_pb2 as control
+from kvstrata.storage.attach import MasterLink
 from kvstrata.storage.identity import NodeIdentity
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
@@ -43,11 +45,13 @@ class NodeReport:
         state: NodeState,
         lock: threading.Lock,
         loops: Loops,
+        links: Sequence[MasterLink],
         clients: Callable[[], int],
         watched: Sequence[Callable[[], str]],
     ) -> None:
         self.identity = identity
         self.loops = loops
+        self.links = links
         self.clients = clients
         self._state = state
         self._lock = lock
@@ -91,7 +95,21 @@ class NodeReport:
             "incarnation": self.identity.incarnation,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "clients": self.clients(),
+            "masters": [dataclasses.asdict(link.status()) for link in self.links],
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],
             **totals,
         }
+
+    def node_status(self) -> control.NodeStatus:
+        """What masters are told each second."""
+        totals = self.totals()
+        return control.NodeStatus(
+            dram_bytes_used=totals.dram_bytes_used,
+            dram_bytes_free=totals.dram_bytes_free,
+            blocks=totals.blocks,
+            clients=self.clients(),
+            loop_age_seconds=self.loops.ages_s(),
+            leases=totals.leases,
+            reservations=totals.reservations,
+        )
