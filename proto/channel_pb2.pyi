@@ -238,28 +238,22 @@ class Acquire(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
-    __slots__ = ("status", "tier", "lease", "lease_ms", "slab", "slot", "offset", "generation", "checksum", "delta_seq")
+    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    SLAB_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     tier: bytes
     lease: int
     lease_ms: int
-    slab: bytes
-    slot: bytes
-    offset: bytes
-    generation: bytes
+    rows: bytes
     checksum: bytes
     delta_seq: int
-    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slab: _Optional[bytes] = ..., slot: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("leases",)

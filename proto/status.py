@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 
 
@@ -53,3 +54,8 @@ class PlaceState(IntEnum):
     PRESENT = 1  #: the named node has it
     IN_FLIGHT = 2  #: another writer was sent to the named node with it
     NOWHERE = 3  #: no active node has room
+
+
+#: One granted slot in an AcquireOk, little-endian: slab u32, slot u32 (index into the slab's generation
+#: table), byte offset in the slab's memfd u64, generation u64, checksum u64 (xxh3_64).
+SLOT_ROW = struct.Struct("<IIQQQ")

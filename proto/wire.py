@@ -14,8 +14,8 @@ Little-endian. Every length is checked against its bound before anything is allo
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvstrata.proto.errors import ProtocolError
 
@@ -80,8 +80,9 @@ _KNOWN = frozenset(int(kind) for kind in Kind)
 WITH_RAW = frozenset({Kind.ACQUIRE_OK, Kind.WRITE})
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
+    """A frame's header, checked."""
+
     kind: int
     request: int
     message_bytes: int

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.status import SLOT_ROW
 from kvstrata.proto.wire import RAW_BYTES_MAX, Kind
 from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.messages import parsed, reply, u64s
@@ -82,16 +83,14 @@ class ReadHandlers:
 def _with_slots(got: Acquired, seconds: float) -> Reply:
     """Where the leased blocks lie, for a caller that copies them itself. The tier is DRAM: zero bytes."""
     blocks = got.blocks
+    pack = SLOT_ROW.pack
+    rows = [pack(block.slab.index, block.slot, block.offset, block.generation, block.checksum) for block in blocks]
     answer = pb.AcquireOk(
         status=bytes(got.status),
         tier=bytes(len(blocks)),
         lease=got.lease.id if got.lease is not None else 0,
         lease_ms=int(seconds * 1e3),
-        slab=array("I", [block.slab.index for block in blocks]).tobytes(),
-        slot=array("I", [block.slot for block in blocks]).tobytes(),
-        offset=array("Q", [block.offset for block in blocks]).tobytes(),
-        generation=array("Q", [block.generation for block in blocks]).tobytes(),
-        checksum=array("Q", [block.checksum for block in blocks]).tobytes(),
+        rows=b"".join(rows),
         delta_seq=got.delta_seq,
     )
     return Reply(Kind.ACQUIRE_OK, answer.SerializeToString())

@@ -282,7 +282,9 @@ class Channel:
         self._connections_max = connections_max
         self._free: list[Connection] = []
         self._in_use = 0
-        self._freed = threading.Condition()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
         self._closed = False
         self._pid = os.getpid()
 
@@ -351,7 +353,7 @@ class Channel:
     def failed(self, reason: str) -> None:
         """Open the breaker; idle connections are closed (they lead to the same peer)."""
         self.breaker.failed(time.monotonic(), reason)
-        with self._freed:
+        with self._lock:
             idle, self._free = self._free, []
         for connection in idle:
             connection.close()
@@ -378,9 +380,12 @@ class Channel:
         breaker = self.breaker
         if breaker.open_since is not None and not (self._self_probing and breaker.due(time.monotonic())):
             raise Unavailable(f"{self.address}: {breaker.reason} (breaker open)")
-        with self._freed:
+        with self._lock:
             while self._in_use >= self._connections_max:
-                if not self._freed.wait(deadline - time.monotonic()):
+                self._waiting += 1
+                freed = self._freed.wait(deadline - time.monotonic())
+                self._waiting -= 1
+                if not freed:
                     raise Busy(f"{self.address}: all connections are in use; the deadline passed waiting for one")
             self._in_use += 1
             if self._free:
@@ -402,11 +407,12 @@ class Channel:
             connection.close()
 
     def _give_back(self, connection: Connection | None) -> None:
-        with self._freed:
+        with self._lock:
             if connection is not None:
                 self._free.append(connection)
             self._in_use -= 1
-            self._freed.notify()
+            if self._waiting:
+                self._freed.notify()
 
     def _open(self) -> Connection:
         """Try each address; a silent peer is not tried again at another of its addresses."""
@@ -442,7 +448,7 @@ class Channel:
 
     def close(self) -> None:
         """Close idle connections now, those in use as they come back. Safe twice."""
-        with self._freed:
+        with self._lock:
             self._closed = True
             idle, self._free = self._free, []
         for connection in idle:

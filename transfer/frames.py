@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstrata.proto import wire
 from kvstrata.proto.errors import ProtocolError, Unavailable
@@ -44,8 +44,7 @@ class Late(Unavailable):
     """The caller's deadline passed while the peer was still alive and at work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A header and its message. Raw bytes, if any, are still in the stream."""
 
     kind: int

@@ -10,10 +10,14 @@ import numpy.typing as npt
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ProtocolError
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import SLOT_ROW, BlockStatus
 from kvstrata.transfer.slabs import Slab
 
 _LOADED = int(BlockStatus.LOADED)
+
+#: :data:`SLOT_ROW` as numpy reads it.
+ROW: Final = np.dtype([("slab", "<u4"), ("slot", "<u4"), ("offset", "<u8"), ("generation", "<u8"), ("checksum", "<u8")])
+assert ROW.itemsize == SLOT_ROW.size
 
 #: Taken off every lease before it is believed: clocks are read at different moments.
 LEASE_MARGIN_S: Final = 0.005
@@ -38,11 +42,10 @@ class Granted:
         self.positions = np.flatnonzero(self.status == _LOADED)
         self.count = len(self.positions)
         self.tier = np.frombuffer(reply.tier, np.uint8)
-        self.slab = np.frombuffer(reply.slab, np.uint32)
-        self.slot = np.frombuffer(reply.slot, np.uint32)
-        self.offset = np.frombuffer(reply.offset, np.uint64)
-        self.generation = np.frombuffer(reply.generation, np.uint64)
-        self.checksum = np.frombuffer(reply.checksum, np.uint64)
+        rows = np.frombuffer(reply.rows, ROW)
+        self.slab, self.slot = rows["slab"], rows["slot"]
+        self.offset, self.generation = rows["offset"], rows["generation"]
+        self.checksum = rows["checksum"] if reply.rows else np.frombuffer(reply.checksum, np.uint64)
         self.lease = reply.lease
         self.lease_s = reply.lease_ms / 1e3
         self.expires = sent + self.lease_s - LEASE_MARGIN_S

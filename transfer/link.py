@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -70,7 +71,7 @@ class NodeLink:
         with suppress(IndexError):
             while len(taken) < RELEASES_MAX:
                 taken.append(releases.popleft())
-        return np.asarray(taken, np.uint64).tobytes()
+        return array("Q", taken).tobytes()
 
     def upkeep(self) -> None:
         """Return leases nobody's message has carried, and probe an open breaker."""
