@@ -8,7 +8,7 @@ from typing import Final
 
 from kvstrata.master.directory import Directory, TableKey
 from kvstrata.master.messages import Change, DeltaBatch, Holding, NodeFacts, SnapshotPart
-from kvstrata.master.table import Keys
+from kvstrata.master.probing import Keys
 
 #: Bytes of hashes in deltas kept while a snapshot loads. Past it the node is asked for a new one.
 KEPT_BYTES_MAX: Final = 64 << 20

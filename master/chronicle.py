@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstrata.master.directory import TableKey
-from kvstrata.master.table import Keys
+from kvstrata.master.probing import Keys
 
 RECORDS_MAX: Final = 4096
 KEYS_MAX: Final = 1 << 18

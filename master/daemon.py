@@ -19,13 +19,12 @@ from kvstrata.master.service import serve
 from kvstrata.master.store import SqliteStore
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.web import WebServer
 
 log = get_logger(__name__)
 
-TICK_S: Final = 0.25
 STOP_S: Final = 2.0
 
 
@@ -69,7 +68,7 @@ class Master:
         web = WebServer(application(self.hub, self.views), config.http)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
-        self.loops.add(Loop("tick", TICK_S, self.hub.tick))
+        self.hub.start(self.loops)
         self._stops.append(lambda: self.server.stop(STOP_S / 2))
         self.endpoints.channel = self.server.listen_tcp(config.listen)
 

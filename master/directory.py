@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.holders import HIDDEN, SLOTS_MAX, Codes, HolderSets, Ids
-from kvstrata.master.table import Keys, Table
+from kvstrata.master.probing import Keys
+from kvstrata.master.table import Table
 from kvstrata.proto.errors import Busy
 
 #: Miss reports remembered for a slot, so that what they hid can be shown again. Past it the oldest stay

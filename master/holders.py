@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.master.table import Values
+from kvstrata.master.probing import Values
 
 Ids = Values
 Holders = tuple[int, ...]  #: sorted codes, see :func:`code_of`

@@ -26,11 +26,16 @@ from kvstrata.master.table import fold
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.loops import Loop, Loops
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 
+TICK_S: Final = 0.25
+#: A store that refused a write is tried again after this.
+RETRY_S: Final = 1.0
+STALLED_DISK_S: Final = 10.0
 OUTBOX_MAX: Final = 20_000
 REMOVE_DEADLINE_MAX_S: Final = 10.0
 #: How often a removal that waits for its nodes looks again, should a wake-up be missed.
@@ -92,6 +97,15 @@ class Hub:
         self._confirmed = threading.Condition(self._lock)
         self._state = MasterState(clock(), rng, store.load(), grace_s)
         self._outboxes: dict[int, Outbox] = {}
+        self._writer: Loop | None = None
+
+    def start(self, loops: Loops) -> None:
+        """Begin to tick, and to write what becomes durable; a slow disk holds up neither nodes nor clients."""
+        loops.add(Loop("tick", TICK_S, lambda: self.handle(m.Tick())))
+        self._writer = loops.add(Loop("journal", RETRY_S, self._write_out, bound_s=STALLED_DISK_S))
+
+    def _write_out(self) -> None:
+        self.journal.flush()
 
     # ------------------------------------------------------------------ events
 
@@ -128,11 +142,6 @@ class Hub:
             self._outboxes.pop(session, None)
         self.handle(m.LinkLost(session))
 
-    def tick(self) -> None:
-        """Let time pass, and try again what the store refused."""
-        self.handle(m.Tick())
-        self.journal.flush()
-
     def _deliver(self, commands: Iterable[m.Command]) -> None:
         """Hand session commands over, under the lock: their order is the order of events."""
         for command in commands:
@@ -146,11 +155,12 @@ class Hub:
                     outbox.put(command)
 
     def _settle(self, commands: Iterable[m.Command]) -> None:
-        """Write and log, outside the lock."""
+        """Have writes made, and log, outside the lock."""
         writes = [c for c in commands if isinstance(c, m.SaveNode | m.SaveGroup | m.SaveTombstone)]
         if writes:
             self.journal.add(writes)
-            self.journal.flush()
+            if self._writer is not None:
+                self._writer.wake()
         for command in commands:
             if isinstance(command, m.Report):
                 log.info(command.event, **command.fields)
@@ -220,8 +230,9 @@ class Hub:
                 if left <= 0 or not removal.awaited.intersection(unreached):
                     break
                 self._confirmed.wait(min(left, REMOVE_POLL_S))
-        if unreached and (problem := self.journal.problem()):
-            raise Unavailable(f"removed, but {', '.join(unreached)} will not learn of it after a restart: {problem}")
+        if unreached and not self.journal.flush():
+            problem = self.journal.problem() or "the state store is slow"
+            raise Unavailable(f"removed, but {', '.join(unreached)} may not learn of it after a restart: {problem}")
         return Removed(removal.removed, unreached)
 
     def heartbeat(self, event: m.Heartbeat) -> bool:

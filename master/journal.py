@@ -15,6 +15,7 @@ log = get_logger(__name__)
 
 #: Distinct rows that may wait while the store refuses writes; past it the oldest is given up, and counted.
 PENDING_MAX: Final = 20_000
+WAIT_S: Final = 2.0
 
 
 class Journal:
@@ -43,26 +44,31 @@ class Journal:
                 self._pending.pop(next(iter(self._pending)))
                 self.given_up += 1
 
-    def flush(self) -> bool:
-        """Try to write all that waits; True when nothing waits any more."""
-        with self._flushing:
+    def flush(self, wait_s: float = WAIT_S) -> bool:
+        """Write all that waits now; True when it is durable. Waits ``wait_s`` for a write in progress."""
+        if not self._flushing.acquire(timeout=wait_s):
+            return False
+        try:
             with self._lock:
                 batch = dict(self._pending)
-            if not batch:
-                return True
-            try:
-                self._store.save(batch.values())
-            except Unavailable as error:
-                self.failures += 1
-                self._error = str(error)
-                log.error("state store refused a write", error=str(error), waiting=len(batch))
-                return False
-            with self._lock:
-                self._error = ""
-                for key, write in batch.items():
-                    if self._pending.get(key) is write:
-                        del self._pending[key]
-                return not self._pending
+            return not batch or self._write(batch)
+        finally:
+            self._flushing.release()
+
+    def _write(self, batch: dict[tuple[str, str], Save]) -> bool:
+        try:
+            self._store.save(batch.values())
+        except Unavailable as error:
+            self.failures += 1
+            self._error = str(error)
+            log.error("state store refused a write", error=str(error), waiting=len(batch))
+            return False
+        with self._lock:
+            self._error = ""
+            for key, write in batch.items():
+                if self._pending.get(key) is write:
+                    del self._pending[key]
+        return True
 
     def problem(self) -> str:
         """Why rows wait, or an empty string."""

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.holders import Codes, code_of
-from kvstrata.master.table import Keys, Table, Values
+from kvstrata.master.probing import Keys, Values
+from kvstrata.master.table import Table
 from kvstrata.proto.status import PlaceState
 
 INTENT_S: Final = 30.0

@@ -23,7 +23,8 @@ from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.placement import Placed, Placement
-from kvstrata.master.table import Keys, fold
+from kvstrata.master.probing import Keys
+from kvstrata.master.table import fold
 from kvstrata.master.tombstones import Tombstones
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace

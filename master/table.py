@@ -1,41 +1,40 @@
-"""Packed block hashes to small integers: an open-addressing table on numpy arrays.
+"""Packed block hashes to small integers: a hash table on numpy arrays that grows without a pause.
 
 A dict of 16-byte hashes costs 100 bytes and a Python object an entry, and answers half a million
-lookups a second when it is large. Here a whole batch is probed at once: every probe step is a few array
-operations over the keys that are still undecided.
+lookups a second when it is large. This one answers millions, at 33 to 89 bytes an entry.
 
-Hashes are chosen by whoever writes prompts, so the slot of a key depends on a secret that is drawn anew
-at each rebuild, and no key is ever more than ``PROBES_MAX`` steps from its first slot.
+A large table that must grow (or shrink) does so beside its old slots: each later change moves some
+entries over, and lookups try both, so that no call waits while ten million entries move. The new slots'
+memory is asked for ahead, bit by bit, as a kernel needs a good part of a second for hundreds of MiB.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-Keys = npt.NDArray[np.uint64]  #: shape [n, 2]
-Values = npt.NDArray[np.uint32]  #: shape [n]
-Slots = npt.NDArray[np.int64]
+from kvstrata.master.probing import EMPTY, STRIDE, Keys, SlotArray, Slots, Values
 
 CAPACITY_MIN: Final = 64
 #: Used slots (live entries and tombstones) never pass this share of the capacity ...
 LOAD_MAX: Final = 0.6
-#: ... and a rebuild leaves at most this share used, so that the next one is far away.
-LOAD_REBUILT: Final = 0.45
+#: ... and new slots start at most this full, so that the next move is far away.
+LOAD_MOVED: Final = 0.45
 #: Fewer live entries than this share: the table shrinks.
 LOAD_MIN: Final = 0.08
-PROBES_MAX: Final = 256
-#: Entries moved at once by a rebuild, and slots looked at by a remap: temporaries stay in cache.
-STRIDE: Final = 1 << 16
-
-_EMPTY: Final = np.uint32(0)
-_TOMBSTONE: Final = np.uint32(0xFFFFFFFF)
-_LIVE_BELOW: Final = np.uint32(0xFFFFFFFE)
-VALUE_MAX: Final = 0xFFFFFFFE
+#: At this share used, the slots that will be needed next begin to be made ready ...
+LOAD_AHEAD: Final = 0.5
+#: ... this many for each key of a change: twice the slots, for a tenth of them in keys.
+WARMED_PER_KEY: Final = 24
+#: Old slots up to this many are moved at once.
+MOVED_AT_ONCE: Final = 1 << 16
+#: Old slots moved on by a change: this many, or MOVED_PER_KEY for each of its keys. At 1 / 0.6 slots an
+#: old entry, and room for a third as many new ones, the old slots are through long before the new are full.
+MOVED_MIN: Final = 1 << 14
+MOVED_PER_KEY: Final = 8
 
 
 def fold(packed: bytes | memoryview, hash_bytes: int) -> Keys:
@@ -54,52 +53,57 @@ def fold(packed: bytes | memoryview, hash_bytes: int) -> Keys:
 
 
 class Table:
-    """A map from keys u64[n, 2] to values 1 .. ``VALUE_MAX``; 0 means absent. Costs 33 to 89 bytes an entry.
+    """A map from keys u64[n, 2] to values 1 .. ``VALUE_MAX``; 0 means absent.
 
     Not thread-safe: its owner holds a lock.
     """
 
-    __slots__ = ("_hi", "_lo", "_mask", "_reach", "_secret", "_used", "_value", "live")
+    __slots__ = ("_moved", "_next", "_old", "_slots", "_warmed")
 
     def __init__(self) -> None:
-        self.live = 0
-        self._allocate(CAPACITY_MIN)
+        self._slots = SlotArray(CAPACITY_MIN)
+        self._old: SlotArray | None = None
+        self._moved = 0  #: old slots before this one are empty
+        self._next: SlotArray | None = None
+        self._warmed = 0  #: next slots before this one have their memory
 
     # ------------------------------------------------------------------ questions
 
     @property
+    def live(self) -> int:
+        """Entries."""
+        return self._slots.live + (self._old.live if self._old is not None else 0)
+
+    @property
     def capacity(self) -> int:
-        return int(self._mask) + 1
+        return self._slots.capacity
 
     @property
     def nbytes(self) -> int:
-        return self._lo.nbytes + self._hi.nbytes + self._value.nbytes
+        return sum(slots.nbytes for slots in (self._slots, self._old, self._next) if slots is not None)
 
     def find(self, keys: Keys) -> Values:
         """Values of ``keys``, 0 where absent: u32[n]."""
-        slots = self._locate(keys)
-        values = self._value[slots]  # slot -1 reads the last entry; it is overwritten next
-        values[slots < 0] = _EMPTY
+        values = _values_at(self._slots, self._slots.locate(keys))
+        if self._old is not None:
+            missing = np.flatnonzero(values == EMPTY)
+            values[missing] = _values_at(self._old, self._old.locate(keys[missing]))
         return values
 
     def histogram(self, size: int) -> npt.NDArray[np.int64]:
         """How many entries have each value below ``size``. O(capacity)."""
-        counts = np.zeros(size, dtype=np.int64)
-        for start in range(0, self.capacity, STRIDE):
-            values = self._value[start : start + STRIDE]
-            counts += np.bincount(values[_is_live(values)], minlength=size)
-        return counts
+        counts = self._slots.histogram(size)
+        return counts if self._old is None else counts + self._old.histogram(size)
 
     # ------------------------------------------------------------------ changes
 
     def put(self, keys: Keys, values: Values) -> None:
         """Set values (none of them 0). Of equal keys in one batch the last wins."""
-        self._make_room(len(keys))
-        slots = self._locate(keys)
+        self._advance(keys)
+        slots = self._slots.locate(keys)
         known = slots >= 0
-        self._value[slots[known]] = values[known]
-        if not known.all():
-            self._insert(keys[~known], values[~known])
+        self._slots.value[slots[known]] = values[known]
+        self._insert(keys[~known], values[~known])
 
     def discard(self, keys: Keys) -> int:
         """Take keys out; returns how many were there."""
@@ -111,169 +115,129 @@ class Table:
 
         Returns (before, after) of the distinct keys that ``change`` altered.
         """
-        slots = self._locate(keys)
+        self._advance(keys)
+        slots = self._slots.locate(keys)
         known = np.unique(slots[slots >= 0])
-        before = self._value[known]
+        before = self._slots.value[known]
         after = change(before)
         altered = before != after
         before, after = before[altered], after[altered]
-        self._value[known[altered]] = np.where(after == _EMPTY, _TOMBSTONE, after)
-        self.live -= int(np.count_nonzero(after == _EMPTY))
-        new_value = change(np.zeros(1, dtype=np.uint32))
-        missing = slots < 0
-        if new_value[0] != _EMPTY and missing.any():
-            absent = keys[missing]
-            self._make_room(len(absent))
-            count = self._insert(absent, np.full(len(absent), new_value[0], dtype=np.uint32))
+        self._slots.set(known[altered], after)
+        fresh = change(np.zeros(1, dtype=np.uint32))
+        if fresh[0] != EMPTY:
+            absent = keys[slots < 0]
+            count = self._insert(absent, np.full(len(absent), fresh[0], dtype=np.uint32))
             before = np.concatenate((before, np.zeros(count, dtype=np.uint32)))
-            after = np.concatenate((after, np.full(count, new_value[0], dtype=np.uint32)))
+            after = np.concatenate((after, np.full(count, fresh[0], dtype=np.uint32)))
         self._maybe_shrink()
         return before, after
 
     def remap(self, mapping: Values) -> None:
         """Replace every value v by ``mapping[v]``; 0 takes the entry out. One pass over the table."""
-        for start in range(0, self.capacity, STRIDE):
-            values = self._value[start : start + STRIDE]
-            live = np.flatnonzero(_is_live(values))
-            changed = mapping[values[live]]
-            gone = changed == _EMPTY
-            changed[gone] = _TOMBSTONE
-            values[live] = changed
-            self.live -= int(np.count_nonzero(gone))
+        self._slots.remap(mapping)
+        if self._old is not None:
+            self._old.remap(mapping)
         self._maybe_shrink()
 
     def check(self) -> None:
-        """Assert the structure: counts, reachability of every entry, no key twice. O(capacity)."""
-        live = np.flatnonzero(_is_live(self._value))
-        assert live.size == self.live, f"{live.size} live entries, counted {self.live}"
-        assert np.count_nonzero(self._value) == self._used
-        assert self._used <= LOAD_MAX * self.capacity, "too full"
-        keys = np.column_stack((self._lo[live], self._hi[live]))
-        assert np.array_equal(self._locate(keys), live), "an entry is not where a lookup ends"
-
-    # ------------------------------------------------------------------ probing
-
-    def _allocate(self, capacity: int) -> None:
-        self._lo = np.zeros(capacity, dtype=np.uint64)
-        self._hi = np.zeros(capacity, dtype=np.uint64)
-        self._value = np.zeros(capacity, dtype=np.uint32)
-        self._mask = np.uint64(capacity - 1)
-        self._used = 0
-        self._reach = 1
-        self._secret = np.array([secrets.randbits(64) | (i & 1) for i in range(4)], dtype=np.uint64)
-
-    def _first_slots(self, keys: Keys) -> Slots:
-        add_low, multiply_low, add_high, multiply_high = self._secret
-        mixed = keys[:, 0] ^ add_low
-        mixed *= multiply_low
-        mixed ^= mixed >> np.uint64(32)
-        mixed += keys[:, 1] ^ add_high
-        mixed *= multiply_high
-        mixed ^= mixed >> np.uint64(31)
-        mixed &= self._mask
-        first: Slots = mixed.view(np.int64)
-        return first
-
-    def _locate(self, keys: Keys) -> Slots:
-        """The slot of each key, -1 where absent. Probes go 1, 2, 3, ... slots further."""
-        slots = self._first_slots(keys)
-        found = np.full(len(keys), -1, dtype=np.int64)
-        pending: Slots | None = None
-        low, high = keys[:, 0], keys[:, 1]
-        mask = np.int64(self._mask)
-        for step in range(1, self._reach + 1):
-            values = self._value[slots]
-            hit = _is_live(values)
-            hit &= self._lo[slots] == low
-            hit &= self._hi[slots] == high
-            if pending is None:
-                np.copyto(found, slots, where=hit)
-            else:
-                found[pending[hit]] = slots[hit]
-            more = np.flatnonzero(~hit & (values != _EMPTY))
-            if not more.size:
-                break
-            pending = more if pending is None else pending[more]
-            low, high = low[more], high[more]
-            slots = (slots[more] + step) & mask
-        return found
-
-    def _insert(self, keys: Keys, values: Values) -> int:
-        """Add keys known to be absent (equal ones may repeat: the last wins); returns the distinct count."""
-        total = 0
-        while True:
-            count, left = self._insert_within_reach(keys, values)
-            total += count
-            if not left.size:
-                return total
-            keys, values = keys[left], values[left]
-            self._rebuild(self.capacity * 2)
-
-    def _insert_within_reach(self, keys: Keys, values: Values) -> tuple[int, Slots]:
-        slots = self._first_slots(keys)
-        pending = np.arange(len(keys))
-        mask = np.int64(self._mask)
-        total = 0
-        for step in range(1, PROBES_MAX + 1):
-            occupant = self._value[slots]
-            free = np.flatnonzero(~_is_live(occupant))
-            if free.size:
-                total += self._claim(slots[free], keys, values, pending[free], occupant[free])
-                self._reach = max(self._reach, step)
-            # Equal keys probe in step, so a loser meets its equal in the very slot it lost.
-            settled = (self._lo[slots] == keys[pending, 0]) & (self._hi[slots] == keys[pending, 1])
-            settled &= _is_live(self._value[slots])
-            more = np.flatnonzero(~settled)
-            if not more.size:
-                break
-            pending = pending[more]
-            slots = (slots[more] + step) & mask
-        else:
-            return total, pending
-        return total, pending[:0]
-
-    def _claim(self, slots: Slots, keys: Keys, values: Values, rows: Slots, occupant: Values) -> int:
-        """Write rows into free slots; where several want one, the last gets it. Returns slots taken."""
-        ticket = np.arange(1, len(slots) + 1, dtype=np.uint32)
-        self._value[slots] = ticket
-        won = self._value[slots] == ticket
-        slots, rows = slots[won], rows[won]
-        self._lo[slots] = keys[rows, 0]
-        self._hi[slots] = keys[rows, 1]
-        self._value[slots] = values[rows]
-        self.live += len(slots)
-        self._used += int(np.count_nonzero(occupant[won] == _EMPTY))
-        return len(slots)
+        """Assert the structure, and that no key is in the old slots and the new. O(capacity)."""
+        self._slots.check()
+        assert self._slots.used <= LOAD_MAX * self.capacity, "too full"
+        if self._old is not None:
+            self._old.check()
+            keys, _, slots = self._old.entries(0, self._old.capacity)
+            assert not len(slots) or slots[0] >= self._moved
+            assert (self._slots.locate(keys) < 0).all(), "a key twice"
+            assert self._slots.used + self._old.live <= LOAD_MAX * self.capacity, "too full, once all has moved"
 
     # ------------------------------------------------------------------ size
 
-    def _make_room(self, extra: int) -> None:
-        if self._used + extra > LOAD_MAX * self.capacity:
-            self._rebuild(_capacity_for(self.live + extra))
+    def _advance(self, keys: Keys) -> None:
+        """Before a change of ``keys``: none of them is in old slots, and a move in progress goes on."""
+        if self._old is not None:
+            old = np.unique(self._old.locate(keys))
+            self._take_over(old[old >= 0])
+            self._move(max(MOVED_MIN, MOVED_PER_KEY * len(keys)))
+        elif self._slots.used > LOAD_AHEAD * self.capacity and self.capacity > MOVED_AT_ONCE:
+            self._look_ahead(WARMED_PER_KEY * len(keys))
+
+    def _look_ahead(self, count: int) -> None:
+        """Have ``count`` more of the slots ready that the next resize will most likely take."""
+        if self._next is None:
+            growth = int((LOAD_MAX - LOAD_AHEAD) * self.capacity)
+            self._next, self._warmed = SlotArray(_capacity_for(self.live + growth)), 0
+        self._next.warm(self._warmed, self._warmed + count)
+        self._warmed += count
 
     def _maybe_shrink(self) -> None:
-        if self.capacity > CAPACITY_MIN and self.live < LOAD_MIN * self.capacity:
-            self._rebuild(_capacity_for(self.live))
+        if self._old is None and self.capacity > CAPACITY_MIN and self.live < LOAD_MIN * self.capacity:
+            self._resize(_capacity_for(self.live))
 
-    def _rebuild(self, capacity: int) -> None:
-        low, high, value = self._lo, self._hi, self._value
-        self._allocate(capacity)
-        self.live = 0
-        for start in range(0, len(value), STRIDE):
-            values = value[start : start + STRIDE]
-            live = np.flatnonzero(_is_live(values))
-            if live.size:
-                keys = np.column_stack((low[start : start + STRIDE][live], high[start : start + STRIDE][live]))
-                self._insert(keys, values[live])
+    def _resize(self, capacity: int) -> None:
+        """Begin to move to new slots; what an earlier move has left is moved first."""
+        if self._old is not None:
+            self._move(self._old.capacity)
+        ahead, self._next = self._next, None
+        fresh = ahead if ahead is not None and ahead.capacity == capacity else SlotArray(capacity)
+        self._old, self._slots, self._moved = self._slots, fresh, 0
+        if self._old.capacity <= MOVED_AT_ONCE:
+            self._move(self._old.capacity)
+
+    def _move(self, count: int) -> None:
+        """Move the entries of the next ``count`` old slots."""
+        assert self._old is not None
+        end = min(self._old.capacity, self._moved + count)
+        for start in range(self._moved, end, STRIDE):
+            self._take_over(self._old.entries(start, min(end, start + STRIDE))[2])
+        self._moved = end
+        if not self._old.live:
+            self._old = None
+
+    def _take_over(self, slots: Slots) -> None:
+        assert self._old is not None
+        if slots.size:
+            keys, values = self._old.at(slots)
+            self._old.set(slots, np.zeros_like(values))
+            self._place(keys, values)
+
+    def _insert(self, keys: Keys, values: Values) -> int:
+        """Add keys that are nowhere yet; returns how many were distinct."""
+        if not len(keys):
+            return 0
+        coming = len(keys) + (self._old.live if self._old is not None else 0)
+        if self._slots.used + coming > LOAD_MAX * self.capacity:
+            self._resize(_capacity_for(self.live + len(keys)))
+        return self._place(keys, values)
+
+    def _place(self, keys: Keys, values: Values) -> int:
+        total, left = self._slots.insert(keys, values)
+        while left.size:
+            keys, values = keys[left], values[left]
+            self._spread()
+            count, left = self._slots.insert(keys, values)
+            total += count
+        return total
+
+    def _spread(self) -> None:
+        """A key found no place within reach: move to more slots, under another secret, at once."""
+        crowded, capacity = self._slots, self.capacity
+        while True:
+            capacity *= 2
+            roomy = SlotArray(capacity)
+            strides = (crowded.entries(start, start + STRIDE)[:2] for start in range(0, crowded.capacity, STRIDE))
+            if all(not roomy.insert(keys, values)[1].size for keys, values in strides):
+                self._slots = roomy
+                return
 
 
-def _is_live(values: Values) -> npt.NDArray[np.bool_]:
-    """Neither empty nor a tombstone: one comparison, as 0 - 1 wraps to the top."""
-    return (values - np.uint32(1)) < _LIVE_BELOW
+def _values_at(slots: SlotArray, where: Slots) -> Values:
+    values: Values = slots.value[where]  # -1 reads the last slot; it is overwritten next
+    values[where < 0] = EMPTY
+    return values
 
 
 def _capacity_for(entries: int) -> int:
     capacity = CAPACITY_MIN
-    while entries > LOAD_REBUILT * capacity:
+    while entries > LOAD_MOVED * capacity:
         capacity *= 2
     return capacity

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +37,18 @@ def test_starts_says_where_and_stops_in_time(wires: Any, closing: Make) -> None:
     assert node.ended()
 
 
-def test_killed_and_restarted_it_finds_all_blocks_again(wires: Any, closing: Make, tmp_path: Path) -> None:
+def rostered(state: Path) -> int:
+    """Nodes in the durable roster, as another process reads it."""
+    reader = sqlite3.connect(f"file:{state}?mode=ro", uri=True)
+    try:
+        return int(reader.execute("SELECT COUNT(*) FROM nodes").fetchone()[0])
+    finally:
+        reader.close()
+
+
+def test_killed_and_restarted_it_finds_all_blocks_again(
+    wires: Any, closing: Make, tmp_path: Path, eventually: Make
+) -> None:
     state = tmp_path / "state.db"
     first = closing(wires.process(state))
     nodes = [closing(wires.node(first.ready["grpc"], name)) for name in ("a", "b")]
@@ -45,6 +57,7 @@ def test_killed_and_restarted_it_finds_all_blocks_again(wires: Any, closing: Mak
         node.attach()
     everything = b"".join(node.blocks for node in nodes)
     assert closing(wires.client(first.ready["channel"])).lookup(everything).hit_blocks == 2000
+    eventually(lambda: rostered(state) == 2)
     first.kill()
 
     second = closing(wires.process(state))
@@ -108,8 +121,9 @@ def test_a_store_that_refuses_is_in_health_and_the_master_lives_on(
     node.blocks = os.urandom(32)
     node.attach()
     assert closing(wires.client(process.ready["channel"])).lookup(node.blocks).hit_blocks == 2
+    eventually(lambda: httpx.get(url).status_code == 503)
     health = httpx.get(url)
-    assert health.status_code == 503 and "state store" in health.json()["problems"][0]
+    assert "state store" in health.json()["problems"][0]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
     eventually(lambda: httpx.get(url).status_code == 200)
 

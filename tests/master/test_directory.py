@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.master import directory as directory_module
 from kvstrata.master.directory import Directory, TableKey, prefix_length
-from kvstrata.master.table import Keys
+from kvstrata.master.probing import Keys
 
 BLOCKS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
 TABLES = [TableKey(0, 0, "a"), TableKey(0, 0, ""), TableKey(1, 0, "a"), TableKey(1, 1, "a"), TableKey(1, 2, "a")]

@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.master import placement as placement_module
 from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, Candidate, Placed, Placement, ramp_at
-from kvstrata.master.table import Keys
+from kvstrata.master.probing import Keys
 from kvstrata.proto.status import PlaceState
 
 GIB = 1 << 30

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstrata.master import probing
 from kvstrata.master import table as table_module
-from kvstrata.master.table import CAPACITY_MIN, Keys, Table, Values, fold
+from kvstrata.master.probing import Keys, Values
+from kvstrata.master.table import CAPACITY_MIN, Table, fold
 
 SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
 
@@ -25,6 +27,14 @@ class AgainstDict(RuleBasedStateMachine):
         super().__init__()
         self.table = Table()
         self.oracle: dict[int, int] = {}
+
+    def moves(self, at_once: int, at_least: int, per_key: int) -> None:
+        """How eagerly old slots are moved to new ones."""
+        for name, value in (("MOVED_AT_ONCE", at_once), ("MOVED_MIN", at_least), ("MOVED_PER_KEY", per_key)):
+            setattr(table_module, name, value)
+
+    def teardown(self) -> None:
+        self.moves(1 << 16, 1 << 14, 8)
 
     @rule(numbers=SMALL_KEYS, base=st.integers(1, 1000))
     def put(self, numbers: list[int], base: int) -> None:
@@ -70,7 +80,17 @@ class AgainstDict(RuleBasedStateMachine):
         self.table.check()
 
 
+class WhileMoving(AgainstDict):
+    """The same, with tables that are nearly always between old slots and new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves(0, 3, 0)
+
+
 TestAgainstDict = AgainstDict.TestCase
+TestWhileMoving = WhileMoving.TestCase
+TestWhileMoving.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestAgainstDict.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
@@ -90,12 +110,31 @@ def test_grows_and_keeps_everything() -> None:
     table.check()
 
 
+def test_a_large_table_grows_without_moving_everything_at_once() -> None:
+    table, keys = Table(), random_keys(600_000)
+    moving = 0
+    for start in range(0, len(keys), 10_000):
+        batch = keys[start : start + 10_000]
+        before, ahead = table.capacity, table._next
+        table.put(batch, np.ones(len(batch), dtype=np.uint32))
+        if table.capacity > before >= 1 << 18:
+            assert table._old is not None and table._old.live > 0.5 * start
+            assert table._slots is ahead, "the slots that were made ready are the ones taken"
+        moving += table._old is not None
+        probe = keys[: start + 10_000 : 97]
+        assert table.find(probe).all()
+    assert 2 < moving < 40, "moves begin, and end"
+    table.check()
+
+
 def test_shrinks_when_emptied() -> None:
     table, keys = Table(), random_keys(50_000)
     table.put(keys, np.ones(len(keys), dtype=np.uint32))
     big = table.capacity
     assert table.discard(keys[100:]) == len(keys) - 100
-    assert table.capacity < big / 100
+    for _ in range(10):  # any change goes on with the move
+        table.discard(random_keys(1, seed=5))
+    assert table.capacity < big / 100 and table._old is None
     assert np.count_nonzero(table.find(keys)) == 100
     table.discard(keys)
     assert table.live == 0 and table.capacity == CAPACITY_MIN
@@ -119,7 +158,7 @@ def test_equal_keys_in_one_batch_the_last_wins_and_count_once() -> None:
 
 
 def test_a_key_that_finds_no_place_within_the_bound_makes_the_table_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "PROBES_MAX", 2)
+    monkeypatch.setattr(probing, "PROBES_MAX", 2)
     table, keys = Table(), random_keys(5_000)
     for start in range(0, len(keys), 100):
         table.put(keys[start : start + 100], np.full(100, start + 1, dtype=np.uint32))
@@ -132,7 +171,7 @@ def test_slots_depend_on_a_secret() -> None:
     tables = [Table(), Table()]
     for table in tables:
         table.put(keys, np.ones(1000, dtype=np.uint32))
-    assert not np.array_equal(tables[0]._lo, tables[1]._lo)
+    assert not np.array_equal(tables[0]._slots._lo, tables[1]._slots._lo)
 
 
 @given(st.integers(16, 32), st.integers(0, 20), st.randoms(use_true_random=False))

@@ -1,0 +1,91 @@
+"""How fast and how large the master's directory is: ``python bench/directory.py [--blocks N] [--json]``.
+
+Reports lookups a second on one core, the time of a 10,000-hash lookup, the slowest single change (a table
+that grows must not make others wait), the pass that drops a node, and bytes a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstrata.master.directory import Directory, TableKey
+from kvstrata.master.probing import Keys
+
+TENANT = TableKey(0, 0, "tenant")
+BATCH = 4096
+LOOKUP = 10_000
+ROUNDS = 40
+
+
+def filled(blocks: int, nodes: int, seed: int) -> tuple[Directory, Keys, float, float]:
+    """A directory with ``blocks`` on ``nodes``; its keys, seconds to fill it, and the slowest batch in ms."""
+    directory = Directory()
+    slots = [directory.take_slot() for _ in range(nodes)]
+    directory.route({slot: f"host{slot}" for slot in slots})
+    keys = np.random.default_rng(seed).integers(0, 2**64, size=(blocks, 2), dtype=np.uint64)
+    slowest = 0.0
+    began = time.perf_counter()
+    for number, start in enumerate(range(0, blocks, BATCH)):
+        before = time.perf_counter()
+        directory.add(slots[number % nodes], TENANT, 0, keys[start : start + BATCH])
+        slowest = max(slowest, time.perf_counter() - before)
+    return directory, keys, time.perf_counter() - began, slowest * 1e3
+
+
+def median_ms(call: Callable[[int], object]) -> float:
+    """Median over rounds, in milliseconds."""
+    seconds = []
+    for number in range(ROUNDS):
+        began = time.perf_counter()
+        call(number)
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds)) * 1e3
+
+
+def measure(blocks: int, nodes: int = 8, seed: int = 0) -> dict[str, float]:
+    directory, keys, seconds, slowest_ms = filled(blocks, nodes, seed)
+    rng = np.random.default_rng(seed + 1)
+    asked = [keys[rng.integers(0, blocks, LOOKUP)] for _ in range(ROUNDS)]
+    absent = [rng.integers(0, 2**64, size=(LOOKUP, 2), dtype=np.uint64) for _ in range(ROUNDS)]
+    large = [keys[rng.integers(0, blocks, 1 << 16)] for _ in range(ROUNDS)]
+    assert directory.lookup(0, 0, 1, "tenant", asked[0]).hit_blocks == LOOKUP
+    hit_ms = median_ms(lambda number: directory.lookup(0, 0, 1, "tenant", asked[number]))
+    miss_ms = median_ms(lambda number: directory.lookup(0, 0, 1, "tenant", absent[number]))
+    large_ms = median_ms(lambda number: directory.lookup(0, 0, 1, "tenant", large[number]))
+    nbytes = directory.nbytes
+    began = time.perf_counter()
+    dropped = directory.drop_slot(0)
+    drop_ms = (time.perf_counter() - began) * 1e3
+    return {
+        "blocks": blocks,
+        "bytes_a_block": nbytes / blocks,
+        "lookup_10000_hits_ms": hit_ms,
+        "lookup_10000_misses_ms": miss_ms,
+        "million_lookups_a_second": (1 << 16) / large_ms / 1e3,
+        "million_adds_a_second": blocks / seconds / 1e6,
+        "slowest_change_ms": slowest_ms,
+        "drop_node_ms": drop_ms,
+        "dropped_blocks": dropped,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2_000_000, 10_000_000])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = [measure(blocks) for blocks in arguments.blocks]
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print("  ".join(f"{name}={value:.4g}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

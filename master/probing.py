@@ -1,0 +1,181 @@
+"""A fixed number of slots, probed by whole batches of keys at once.
+
+Every probe step is a few array operations over the keys that are still undecided. Hashes are chosen by
+whoever writes prompts, so the first slot of a key depends on a secret drawn for each set of slots, and no
+key is ever more than ``PROBES_MAX`` steps from it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]  #: shape [n, 2]
+Values = npt.NDArray[np.uint32]  #: shape [n]
+Slots = npt.NDArray[np.int64]
+
+PROBES_MAX: Final = 256
+#: Values are 1 .. ``VALUE_MAX``; 0 means absent.
+VALUE_MAX: Final = 0xFFFFFFFE
+#: Slots looked at together by passes over everything: temporaries stay in cache.
+STRIDE: Final = 1 << 16
+
+EMPTY: Final = np.uint32(0)
+TOMBSTONE: Final = np.uint32(0xFFFFFFFF)
+_LIVE_BELOW: Final = np.uint32(0xFFFFFFFE)
+
+
+class SlotArray:
+    """Open addressing over ``capacity`` slots (a power of two): 20 bytes a slot.
+
+    ``live`` entries; ``used`` counts tombstones too. The owner keeps ``used`` well below the capacity.
+    """
+
+    __slots__ = ("_hi", "_lo", "_mask", "_reach", "_secret", "live", "used", "value")
+
+    def __init__(self, capacity: int) -> None:
+        self._lo = np.zeros(capacity, dtype=np.uint64)
+        self._hi = np.zeros(capacity, dtype=np.uint64)
+        self.value = np.zeros(capacity, dtype=np.uint32)
+        self._mask = np.uint64(capacity - 1)
+        self._reach = 1  #: probes that find every key
+        self._secret = np.array([secrets.randbits(64) | (i & 1) for i in range(4)], dtype=np.uint64)
+        self.live = 0
+        self.used = 0
+
+    @property
+    def capacity(self) -> int:
+        return len(self.value)
+
+    @property
+    def nbytes(self) -> int:
+        return self._lo.nbytes + self._hi.nbytes + self.value.nbytes
+
+    def warm(self, start: int, stop: int) -> None:
+        """Make the kernel provide the memory of these slots now: it takes longest when touched at random."""
+        for array in (self._lo, self._hi, self.value):
+            array[start:stop] = 0
+
+    def locate(self, keys: Keys) -> Slots:
+        """The slot of each key, -1 where absent. Probes go 1, 2, 3, ... slots further."""
+        slots = self._first_slots(keys)
+        found = np.full(len(keys), -1, dtype=np.int64)
+        pending: Slots | None = None
+        low, high = keys[:, 0], keys[:, 1]
+        mask = np.int64(self._mask)
+        for step in range(1, self._reach + 1):
+            values = self.value[slots]
+            hit = is_live(values)
+            hit &= self._lo[slots] == low
+            hit &= self._hi[slots] == high
+            if pending is None:
+                np.copyto(found, slots, where=hit)
+            else:
+                found[pending[hit]] = slots[hit]
+            more = np.flatnonzero(~hit & (values != EMPTY))
+            if not more.size:
+                break
+            pending = more if pending is None else pending[more]
+            low, high = low[more], high[more]
+            slots = (slots[more] + step) & mask
+        return found
+
+    def insert(self, keys: Keys, values: Values) -> tuple[int, Slots]:
+        """Add keys known to be absent; of equal ones the last wins.
+
+        Returns how many distinct keys found a place, and the positions of those that found none within
+        ``PROBES_MAX`` probes.
+        """
+        slots = self._first_slots(keys)
+        pending = np.arange(len(keys))
+        mask = np.int64(self._mask)
+        total = 0
+        for step in range(1, PROBES_MAX + 1):
+            occupant = self.value[slots]
+            free = np.flatnonzero(~is_live(occupant))
+            if free.size:
+                total += self._claim(slots[free], keys, values, pending[free], occupant[free])
+                self._reach = max(self._reach, step)
+            # Equal keys probe in step, so a loser meets its equal in the very slot it lost.
+            settled = (self._lo[slots] == keys[pending, 0]) & (self._hi[slots] == keys[pending, 1])
+            settled &= is_live(self.value[slots])
+            more = np.flatnonzero(~settled)
+            pending = pending[more]
+            if not more.size:
+                break
+            slots = (slots[more] + step) & mask
+        return total, pending
+
+    def set(self, slots: Slots, values: Values) -> None:
+        """New values for distinct live slots; 0 leaves a tombstone."""
+        gone = values == EMPTY
+        self.value[slots] = np.where(gone, TOMBSTONE, values)
+        self.live -= int(np.count_nonzero(gone))
+
+    def entries(self, start: int, stop: int) -> tuple[Keys, Values, Slots]:
+        """(keys, values, slots) of the live entries between two slots."""
+        slots = start + np.flatnonzero(is_live(self.value[start:stop]))
+        return *self.at(slots), slots
+
+    def at(self, slots: Slots) -> tuple[Keys, Values]:
+        """(keys, values) in these slots."""
+        return np.column_stack((self._lo[slots], self._hi[slots])), self.value[slots]
+
+    def remap(self, mapping: Values) -> None:
+        """Replace every value v by ``mapping[v]``; 0 takes the entry out."""
+        for start in range(0, self.capacity, STRIDE):
+            values = self.value[start : start + STRIDE]
+            live = np.flatnonzero(is_live(values))
+            changed = mapping[values[live]]
+            gone = changed == EMPTY
+            changed[gone] = TOMBSTONE
+            values[live] = changed
+            self.live -= int(np.count_nonzero(gone))
+
+    def histogram(self, size: int) -> npt.NDArray[np.int64]:
+        """How many entries have each value below ``size``."""
+        counts = np.zeros(size, dtype=np.int64)
+        for start in range(0, self.capacity, STRIDE):
+            values = self.value[start : start + STRIDE]
+            counts += np.bincount(values[is_live(values)], minlength=size)
+        return counts
+
+    def check(self) -> None:
+        """Assert the counts, and that a lookup of every key ends where it is. O(capacity)."""
+        keys, _, slots = self.entries(0, self.capacity)
+        assert len(slots) == self.live, f"{len(slots)} live entries, counted {self.live}"
+        assert np.count_nonzero(self.value) == self.used
+        assert np.array_equal(self.locate(keys), slots), "an entry is not where a lookup ends"
+
+    def _first_slots(self, keys: Keys) -> Slots:
+        add_low, multiply_low, add_high, multiply_high = self._secret
+        mixed = keys[:, 0] ^ add_low
+        mixed *= multiply_low
+        mixed ^= mixed >> np.uint64(32)
+        mixed += keys[:, 1] ^ add_high
+        mixed *= multiply_high
+        mixed ^= mixed >> np.uint64(31)
+        mixed &= self._mask
+        first: Slots = mixed.view(np.int64)
+        return first
+
+    def _claim(self, slots: Slots, keys: Keys, values: Values, rows: Slots, occupant: Values) -> int:
+        """Write rows into free slots; where several want one, the last gets it. Returns slots taken."""
+        ticket = np.arange(1, len(slots) + 1, dtype=np.uint32)
+        self.value[slots] = ticket
+        won = self.value[slots] == ticket
+        slots, rows = slots[won], rows[won]
+        self._lo[slots] = keys[rows, 0]
+        self._hi[slots] = keys[rows, 1]
+        self.value[slots] = values[rows]
+        self.live += len(slots)
+        self.used += int(np.count_nonzero(occupant[won] == EMPTY))
+        return len(slots)
+
+
+def is_live(values: Values) -> npt.NDArray[np.bool_]:
+    """Neither empty nor a tombstone: one comparison, as 0 - 1 wraps to the top."""
+    return (values - np.uint32(1)) < _LIVE_BELOW
