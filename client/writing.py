@@ -62,11 +62,12 @@ class Writer:
         placed = self._place(offered, status)
         if placed is None:
             return Pushed(status)
-        status[placed.states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
-        nowhere = (placed.states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
+        states = self._states(offered, placed)
+        status[states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
+        nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
         if nowhere.any():
             status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
-        groups = stripes(placed.codes, placed.states, offered.limit)
+        groups = stripes(placed.codes, states, offered.limit)
         tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status) for runs in groups]
         moved = sum(self._fanout.run(tasks))
         status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
@@ -93,6 +94,16 @@ class Writer:
         # Surplus replicas are legal, and the node announces what it has once a master is back.
         count = len(status)
         return Placed(np.ones(count, np.uint16), np.zeros(count, np.uint8), (local.endpoint,))
+
+    def _states(self, offered: Offered, placed: Placed) -> npt.NDArray[np.uint8]:
+        """The master's word, but what this client just stored itself is there, not in another writer's flight:
+        the directory has not heard of it yet."""
+        in_flight = placed.states == PlaceState.IN_FLIGHT
+        if in_flight.any():
+            hint = self._recent.find(offered.namespace, offered.salt, offered.hashes)
+            if hint is not None:
+                return np.where(in_flight & (hint[0] != 0), np.uint8(PlaceState.PRESENT), placed.states)
+        return placed.states
 
     def _any_node(self, placed: Placed) -> bool:
         return bool(placed.nodes) or self._peers.any_reachable()

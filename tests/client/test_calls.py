@@ -230,6 +230,16 @@ def test_what_is_there_is_pushed_and_what_is_in_flight_is_not(
     assert len(nodes["a"].pushes[-1].blocks) == 3
 
 
+def test_what_this_client_stored_is_not_in_another_writers_flight(
+    client: Client, ns: PoolNamespace, master: FakeMaster
+) -> None:
+    blocks = client.register(rows_of(4)).rows(ns)
+    client.store(ns, "", packed(4), blocks)
+    master.in_flight = set(split(packed(4)))  # the directory has not heard of the commit
+    assert client.store(ns, "", packed(4), blocks).reasons == {"already_present": 4}
+    assert client.store(ns, "u", packed(4), blocks).reasons == {"in_flight": 4}
+
+
 def test_nowhere_is_full_or_lost(
     client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode]
 ) -> None:
