@@ -25,10 +25,10 @@ from kvstrata.proto.logs import get_logger
 
 #: Real seconds one request may take: far above the client's own deadlines, so that it means a stuck engine.
 REQUEST_S = 120.0
-#: The directory shows a stored block within this time; an engine asks again until then, and counts it if not.
-SETTLE_S = 0.5
-#: A block that was stored longer ago than this is taken to be in the directory.
-SETTLED_AFTER_S = 2.0
+#: The directory shows a stored block within this time (some 5 ms as a rule); an engine asks again until then.
+SETTLE_S = 0.25
+#: A block that was stored longer ago than this is taken to be in the directory, or evicted again.
+SETTLED_AFTER_S = 0.5
 STAGING_BYTES = 64 << 20
 
 _log = get_logger(__name__)
@@ -128,6 +128,8 @@ class Coordinator:
             return
         if len(stored) != len(blocks):
             raise ProtocolError(f"the outcome of request {outcome.index} is about {len(stored)} blocks")
+        # What was waited for once, and seen or not, is not waited for again.
+        self._stored_at[blocks] = -np.inf
         self._stored_at[blocks[stored]] = time.monotonic()
 
 
