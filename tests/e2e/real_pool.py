@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstrata.client.admin import AdminClient
 
 READY_S = 30.0
 ANY = "127.0.0.1:0"
@@ -29,9 +32,10 @@ class Daemon:
         self._log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
-        self.ready = self._read_ready()
 
-    def _read_ready(self) -> dict[str, Any]:
+    @cached_property
+    def ready(self) -> dict[str, Any]:
+        """The ready line, waited for."""
         assert self.process.stdout is not None
         fd, data = self.process.stdout.fileno(), b""
         with selectors.DefaultSelector() as selector:
@@ -70,6 +74,8 @@ class RealPool:
         self.start_master(ANY)
         for index in range(nodes):
             self.start_node(index)
+        with AdminClient(self.address) as admin:
+            until(lambda: sum(row.state == "active" for row in admin.nodes()) == nodes)
 
     @property
     def address(self) -> str:

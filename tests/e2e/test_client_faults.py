@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from real_pool import Daemon, RealPool, keys, payload, until
 
 from kvstrata.client import Client
 
-SIZE = 64 << 10
+SIZE = 512
 #: A stopped node costs 250 ms; the rest is for a shared machine.
 BOUND_S = 1.0
 
@@ -36,15 +37,15 @@ def client(pool: RealPool, request: pytest.FixtureRequest) -> Iterator[Client]:
 
 
 class Stored:
-    """300 small blocks in the pool, striped over both nodes, and a place to load them to."""
+    """Small blocks in the pool, striped over both nodes, and a place to load them to."""
 
-    count = 300
+    count = 1280
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.ns = client.namespace("model/f", block_bytes=4096, block_tokens=16)
+        self.ns = client.namespace("model/f", block_bytes=SIZE, block_tokens=16)
         self.hashes = keys(self.count, "faults")
-        self.data = payload(self.hashes, "", 4096)
+        self.data = payload(self.hashes, "", SIZE)
         self.source = client.register(self.data.copy()).rows(self.ns)
         self.into = np.zeros_like(self.data)
         self.target = client.register(self.into).rows(self.ns)
@@ -79,6 +80,7 @@ def test_a_node_lost_between_lookup_and_load(client: Client, pool: RealPool, num
         until(lambda: stored.load()[0].loaded.all())
 
 
+@pytest.mark.parametrize("client", ["tcp"], indirect=True)
 def test_a_restarted_node_is_known_anew(client: Client, pool: RealPool) -> None:
     stored = Stored(client)
     pool.node(0).signal(signal.SIGKILL)
@@ -88,6 +90,7 @@ def test_a_restarted_node_is_known_anew(client: Client, pool: RealPool) -> None:
     assert client.health()["healthy"]
 
 
+@pytest.mark.parametrize("client", ["shm"], indirect=True)
 def test_the_master_dies_and_comes_back(client: Client, pool: RealPool) -> None:
     stored = Stored(client)
     address = pool.address
@@ -106,6 +109,7 @@ def test_the_master_dies_and_comes_back(client: Client, pool: RealPool) -> None:
     assert stored.load()[0].loaded.all()
 
 
+@pytest.mark.parametrize("client", ["tcp"], indirect=True)
 def test_everything_stopped_is_bounded(client: Client, pool: RealPool) -> None:
     stored = Stored(client)
     for daemon in pool.daemons.values():
@@ -124,12 +128,10 @@ def test_an_engine_that_dies_leaves_nothing_behind(pool: RealPool, tmp_path: Pat
         code = (
             "import sys, os, time; sys.path.insert(0, sys.argv[2]); from real_pool import keys\n"
             "from kvstrata.client import Client\n"
-            "c = Client(sys.argv[1]); ns = c.namespace('model/f', block_bytes=4096, block_tokens=16)\n"
-            "v = c.view(ns, '', keys(300, 'faults')); v.__enter__()\n"
+            "c = Client(sys.argv[1]); ns = c.namespace('model/f', block_bytes=512, block_tokens=16)\n"
+            "v = c.view(ns, '', keys(1280, 'faults')); v.__enter__()\n"
             "print('held', flush=True); time.sleep(60)\n"
         )
-        import subprocess
-
         engine = subprocess.Popen(
             [sys.executable, "-c", code, pool.address, str(Path(__file__).parent)], stdout=subprocess.PIPE
         )
@@ -140,11 +142,11 @@ def test_an_engine_that_dies_leaves_nothing_behind(pool: RealPool, tmp_path: Pat
             engine.wait(10)
             assert engine.stdout is not None
             engine.stdout.close()
-        blocks = client.register(np.ones((64, 4096), np.uint8)).rows(stored.ns)
+        blocks = client.register(np.ones((64, SIZE), np.uint8)).rows(stored.ns)
         assert client.store(stored.ns, "", keys(64, "after"), blocks).stored.all()
         assert stored.load()[0].loaded.all()
 
 
 def test_daemons_say_why_they_are_not_ready(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not ready"):
-        Daemon("master", "--listen", "nonsense", log=tmp_path / "log")
+        assert Daemon("master", "--listen", "nonsense", log=tmp_path / "log").ready
