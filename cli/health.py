@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
 from kvstrata.cli.sizes import addresses_flag, format_size
+from kvstrata.proto.errors import Unavailable
+
+if TYPE_CHECKING:
+    from kvstrata.client.admin import AdminClient
 
 Master = Annotated[str, addresses_flag("--master", help="Channel address of a master.", envvar="KVSTRATA_MASTER")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -19,9 +23,7 @@ node = typer.Typer(help="Storage nodes.", no_args_is_help=True)
 def health(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
     """Is the pool well? Exits 1 when it is not, 3 when nobody answers."""
     with expected_errors():
-        from kvstrata.client.admin import AdminClient
-
-        with AdminClient(master) as admin:
+        with ask(master) as admin:
             report, nodes, clients = admin.health(), admin.nodes(), admin.clients()
         if as_json:
             print_json({"master": as_dict(report), "nodes": rows(nodes), "clients": rows(clients)})
@@ -34,14 +36,25 @@ def health(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
 def node_list(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
     """Every node the master knows: state, address, memory, blocks."""
     with expected_errors():
-        from kvstrata.client.admin import AdminClient
-
-        with AdminClient(master) as admin:
+        with ask(master) as admin:
             nodes = admin.nodes()
         if as_json:
             print_json(rows(nodes))
         else:
             _node_table(nodes)
+
+
+def ask(masters: str) -> AdminClient:
+    """The first of comma-separated masters that answers; raises :class:`Unavailable` when none does."""
+    from kvstrata.client.admin import AdminClient
+
+    reasons = []
+    for address in masters.split(","):
+        try:
+            return AdminClient(address)
+        except Unavailable as error:
+            reasons.append(str(error))
+    raise Unavailable("; ".join(reasons))
 
 
 def rows(messages: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvstrata.proto.errors import ConfigError
 
 PREFIX = "KVSTRATA"
 FILE_BYTES_MAX = 1 << 20
+#: What Kubernetes puts into every container for a service called ``kvstrata-master``: nobody's option.
+_SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
 def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -26,7 +29,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     check_environment(ctx, dict(os.environ))
     if path is None or ctx.resilient_parsing:
         return path
-    values = _for_command(read_file(path), ctx.command.name or "")
+    values = _for_command(ctx, read_file(path))
     names = _option_names(ctx.command)
     for key in values:
         if _canonical(key) not in names:
@@ -58,18 +61,24 @@ def check_environment(ctx: typer.Context, environment: dict[str, str]) -> None:
     prefix = f"{PREFIX}_{(ctx.command.name or '').upper().replace('-', '_')}_"
     known = {prefix + name.upper() for name in names}
     for variable in environment:
-        if variable.startswith(prefix) and variable not in known:
+        if not variable.startswith(prefix) or _SERVICE_LINK.fullmatch(variable.removeprefix(prefix)):
+            continue
+        if variable not in known:
             raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, known)}")
 
 
-def _for_command(values: dict[str, Any], command: str) -> dict[str, Any]:
+def _for_command(ctx: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
     """A file of sections gives this command's; a flat file gives itself."""
     sections = {key: value for key, value in values.items() if isinstance(value, dict)}
     if not sections:
         return values
     if len(sections) != len(values):
         raise ConfigError("a configuration file holds either options or one section a command, not both")
-    return sections.get(command, {})
+    commands = set(getattr(ctx.parent.command, "commands", ())) if ctx.parent else set()
+    for key in sections:
+        if key not in commands:
+            raise ConfigError(f"a configuration file's sections are commands, {key!r} is none{_nearest(key, commands)}")
+    return sections.get(ctx.command.name or "", {})
 
 
 def _option_names(command: Any) -> set[str]:

@@ -42,6 +42,7 @@ def format_size(nbytes: float) -> str:
 
 def check_address(text: str) -> str:
     """``HOST:PORT`` with a port in 0..65535; raises :class:`ConfigError`."""
+    text = str(text)  # a configuration file may hold a bare number here
     host, colon, port = text.rpartition(":")
     bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not colon or not host or bare_v6 or not port.isdigit() or int(port) > 65535:
@@ -49,11 +50,10 @@ def check_address(text: str) -> str:
     return text
 
 
-def check_addresses(text: str) -> str:
-    """Comma-separated ``HOST:PORT``."""
-    for part in text.split(","):
-        check_address(part)
-    return text
+def check_addresses(text: str | list[str]) -> str:
+    """Comma-separated ``HOST:PORT``, or a configuration file's list of them, as the former."""
+    parts = text if isinstance(text, list) else str(text).split(",")
+    return ",".join(check_address(part) for part in parts)
 
 
 def size_flag(*names: str, **more: Any) -> Any:

@@ -6,6 +6,7 @@ standard ``logging`` tree under ``kvstrata`` and the engine decides. A daemon ca
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -82,8 +83,10 @@ class _Output:
             host.log(number, "%s", self._library(_, method, event))
         else:
             event = self._stamp(_, method, structlog.processors.add_log_level(_, method, event))
-            sys.stderr.write(f"{self._render(_, method, event)}\n")
-            sys.stderr.flush()
+            # A log line must not be what ends a thread: with stderr gone there is nobody left to tell.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"{self._render(_, method, event)}\n")
+                sys.stderr.flush()
         raise structlog.DropEvent
 
 
