@@ -24,6 +24,8 @@ def checked_hashes(namespace: PoolNamespace, cache_salt: str, hashes: Hashes) ->
         raise InvalidArgument(f"the namespace is a {type(namespace).__name__}: open it with client.namespace(...)")
     if type(cache_salt) is not str or len(cache_salt) > SALT_CHARACTERS_MAX:
         check_salt(cache_salt)
+    if not cache_salt.isascii():
+        check_text("cache_salt", cache_salt)
     if type(hashes) is bytes:
         if len(hashes) % namespace.hash_bytes == 0:
             return hashes
@@ -32,6 +34,16 @@ def checked_hashes(namespace: PoolNamespace, cache_salt: str, hashes: Hashes) ->
             raise InvalidArgument(f"hashes have dtype {hashes.dtype}: expected uint8[n, {namespace.hash_bytes}]")
         return pack_hashes(hashes.tobytes(), namespace.hash_bytes)
     return pack_hashes(hashes, namespace.hash_bytes)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises :class:`InvalidArgument` for what is no text, or text that UTF-8 cannot carry."""
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{name} is a {type(text).__name__}: expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name} is no valid Unicode text: {error.reason} at {error.start}") from error
 
 
 def check_blocks(namespace: PoolNamespace, packed: bytes, blocks: BlockView, *, into: bool) -> int:

@@ -7,26 +7,27 @@ known with another layout, a version), or a client that is closed or belongs to 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, get_args
+from typing import Any, Final, NoReturn, Protocol, get_args
 
 import numpy as np
 
-from kvstrata.client.arguments import Hashes, check_blocks, checked_hashes, checked_parent
+from kvstrata.client.arguments import Hashes, check_blocks, check_text, checked_hashes, checked_parent
 from kvstrata.client.attempts import copying, touching, viewing
 from kvstrata.client.counters import Counters
 from kvstrata.client.directory import Directory, parse_masters
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.health import health_report
 from kvstrata.client.keeper import start_keeper
-from kvstrata.client.locations import Located, RecentLocations
+from kvstrata.client.locations import RecentLocations
+from kvstrata.client.looking import Looker, nothing_asked
+from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.outcomes import WHOLE_CALL, status_of
+from kvstrata.client.outcomes import WHOLE_CALL
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import blocks_in_message
 from kvstrata.client.reading import Asked, Reader
@@ -34,18 +35,22 @@ from kvstrata.client.results import NO_TIER, LoadResult, Lookup, Mask, RemoveRes
 from kvstrata.client.transfers import Prefetch, Transfer, Transfers
 from kvstrata.client.view import View
 from kvstrata.client.writing import Offered, Writer
-from kvstrata.proto.errors import Busy, Closed, InvalidArgument, KVError, Refused, Unavailable
+from kvstrata.proto.errors import Closed, InvalidArgument, KVError, Refused
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Verify
 from kvstrata.transfer.channel import CONNECT_S, SILENCE_S, Identity, boot_id
 from kvstrata.transfer.loops import Loop
-from kvstrata.transfer.regions import BlockView, Region, flat_bytes, shareable
+from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.select import TransportChoice
 
 #: The constructor and ``namespace`` wait no longer than this for a master that does not answer.
 GREET_S: Final = CONNECT_S + SILENCE_S
 DEADLINE_MS_MAX: Final = 3_600_000
 KEEPER_STOP_S: Final = 1.0
+
+
+class _Part(Protocol):
+    def close(self) -> None: ...
 
 
 class Client:
@@ -80,16 +85,17 @@ class Client:
         self._verify: Verify = verify
         self._pid = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
-        self._regions: dict[int, Region] = {}
         self._counters = Counters()
+        self._memory = RegisteredMemory(self._choice)
         self._directory = Directory(addresses, identity)
         self._peers = Peers(self._choice.connect, boot_id())
         self._recent = RecentLocations()
         self._fanout = Fanout()
+        self._looker = Looker(self._directory, self._recent, self._counters)
         self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
         self._writer = Writer(self._directory, self._peers, self._recent, self._fanout)
         self._transfers = Transfers()
+        self._views: set[View] = set()
         self._directory.greet(time.monotonic() + GREET_S)
         self._keeper = start_keeper(self._directory, self._peers)
         # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
@@ -98,8 +104,7 @@ class Client:
             _end,
             self._pid,
             self._keeper,
-            (self._transfers, self._fanout, self._peers, self._directory, self._choice),
-            self._regions,
+            (self._transfers, self._fanout, self._peers, self._directory, self._choice, self._memory),
         )
 
     # ------------------------------------------------------------------ memory and names
@@ -120,6 +125,7 @@ class Client:
         master reachable that shows at the first call instead.
         """
         self._check_usable()
+        check_text("group", group)
         opened = PoolNamespace(group, block_bytes, block_tokens, hash_bytes, shard, shard_count)
         opened.validated()
         self._directory.open(opened, time.monotonic() + min(GREET_S, self._deadline_s))
@@ -127,37 +133,18 @@ class Client:
 
     def register(self, buffer: Any) -> Region:
         """Name memory for transfers: anything contiguous with a buffer or an array interface; no copy."""
-        flat = flat_bytes(buffer)
-        return self._keep(lambda: Region(flat, buffer))
+        self._check_usable()
+        return self._memory.register(buffer)
 
     def allocate(self, nbytes: int) -> Region:
         """New zeroed memory that a node on this host maps: the fastest source of stores. ``region.bytes`` is it."""
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-            raise InvalidArgument(f"nbytes is {nbytes!r}: expected a positive integer")
-
-        def make() -> Region:
-            flat, mapping, fd = shareable(nbytes)
-            return Region(flat, mapping, fd)
-
-        return self._keep(make)
+        self._check_usable()
+        return self._memory.allocate(nbytes)
 
     def unregister(self, region: Region) -> None:
         """Forget a region: later calls that name it raise :class:`Closed`. Safe twice."""
         self._check_usable()
-        with self._lock:
-            known = self._regions.pop(region.id, None)
-        if known is None and not region.closed:
-            raise InvalidArgument("the region belongs to another client")
-        region.close()
-        self._choice.unregister(region)
-
-    def _keep(self, make: Any) -> Region:
-        self._check_usable()
-        region: Region = make()
-        with self._lock:
-            self._regions[region.id] = region
-        self._choice.register(region)
-        return region
+        self._memory.unregister(region)
 
     # ------------------------------------------------------------------ asking
 
@@ -169,26 +156,7 @@ class Client:
         """
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
-        return self._look_up(namespace, cache_salt, packed, started)
-
-    def _look_up(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float) -> Lookup:
-        count = len(packed) // namespace.hash_bytes
-        if not count:
-            return Lookup(0, np.zeros(0, bool), np.zeros(0, np.uint8), {})
-        try:
-            located = self._directory.lookup(namespace, salt, packed, started + self._deadline_s)
-        except WHOLE_CALL:
-            raise
-        except KVError as error:
-            lost = error if isinstance(error, Unavailable | Busy) else Unavailable(str(error))
-            reasons = {status_of(lost).name.lower(): count}
-            self._counters.add("lookup", reasons)
-            nothing = np.zeros(count, bool), np.full(count, NO_TIER, np.uint8)
-            return Lookup(0, *nothing, reasons, answered=False, seconds=time.monotonic() - started)
-        self._recent.remember(namespace, salt, packed, located.codes, located.nodes)
-        found = _lookup_of(located, time.monotonic() - started)
-        self._counters.add("lookup", found.reasons)
-        return found
+        return self._looker.look_up(namespace, cache_salt, packed, started, started + self._deadline_s)
 
     def exists(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Mask:
         """bool[n]: which blocks the directory shows, holes and all. False everywhere when it cannot be asked."""
@@ -198,12 +166,13 @@ class Client:
         """Make a coming load cheaper, in the background: see :class:`Prefetch`."""
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
-        nothing = Lookup(0, np.zeros(0, bool), np.zeros(0, np.uint8), {}, answered=False)
         call = partial(self._prefetch, namespace, cache_salt, packed, started)
-        return Prefetch(self._transfers.submit(call, lambda: nothing), started + self._deadline_s)
+        return Prefetch(
+            self._transfers.submit(call, partial(nothing_asked, answered=False)), started + self._deadline_s
+        )
 
     def _prefetch(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float) -> Lookup:
-        found = self._look_up(namespace, salt, packed, started)
+        found = self._looker.look_up(namespace, salt, packed, started, started + self._deadline_s)
         hit = found.hit_blocks or 0
         if hit:
             asked = self._asked(namespace, salt, packed[: hit * namespace.hash_bytes], hit, 1, started)
@@ -258,12 +227,14 @@ class Client:
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = len(packed) // namespace.hash_bytes
         view = View(count)
+        self._views.add(view)
         try:
             if count:
                 self._fill(view, self._asked(namespace, cache_salt, packed, count, 1, started))
             yield view
         finally:
             view.close()
+            self._views.discard(view)
 
     def _fill(self, view: View, asked: Asked) -> None:
         refusals: list[Refused] = []
@@ -353,10 +324,290 @@ class Client:
     def health(self) -> dict[str, object]:
         """Masters, nodes with transport and breaker, loop age, blocks by outcome, problems. Asks nobody."""
         self._check_usable()
-        with self._lock:
-            regions = list(self._regions.values())
+        return health_report(self._directory, self._peers, self._keeper, self._counters, self._memory, open_now)
+
+    def close(self) -> None: ...
+
+
+class Client:
+    """A client of one pool.
+
+    ``masters``: ``"HOST:PORT"``, several with commas. ``token``: ticket for the pool's masters and nodes.
+    ``transport``: ``"auto"``, ``"shm"`` or ``"tcp"``. ``verify``: which blocks a same-host load checks
+    against their checksums: ``"always"``, ``"sample"`` or ``"never"`` (tcp loads are always checked).
+    ``transfer_deadline_ms`` bounds every call. ``name`` is what health shows for this process.
+
+    A pool that is down does not stop the constructor: calls answer with misses until it is up.
+    """
+
+    def __init__(
+        self,
+        masters: str,
+        token: str | None = None,
+        transport: str = "auto",
+        verify: Verify = "sample",
+        transfer_deadline_ms: int = 2000,
+        *,
+        name: str = "",
+    ) -> None:
+        addresses = parse_masters(masters)
+        if verify not in get_args(Verify):
+            raise InvalidArgument(f"verify is {verify!r}: choose one of {', '.join(get_args(Verify))}")
+        if not 0 < transfer_deadline_ms <= DEADLINE_MS_MAX:
+            raise InvalidArgument(f"transfer_deadline_ms is {transfer_deadline_ms}: expected 1 to {DEADLINE_MS_MAX}")
+        identity = Identity.new(name=name, ticket=token.encode() if token else b"")
+        self._choice = TransportChoice(transport, identity)
+        self._deadline_s = transfer_deadline_ms / 1e3
+        self._verify: Verify = verify
+        self._pid = os.getpid()
+        self._closed = False
+        self._counters = Counters()
+        self._memory = RegisteredMemory(self._choice)
+        self._directory = Directory(addresses, identity)
+        self._peers = Peers(self._choice.connect, boot_id())
+        self._recent = RecentLocations()
+        self._fanout = Fanout()
+        self._looker = Looker(self._directory, self._recent, self._counters)
+        self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
+        self._writer = Writer(self._directory, self._peers, self._recent, self._fanout)
+        self._transfers = Transfers()
+        self._views: set[View] = set()
+        self._directory.greet(time.monotonic() + GREET_S)
+        self._keeper = start_keeper(self._directory, self._peers)
+        # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
+        self._end = weakref.finalize(
+            self,
+            _end,
+            self._pid,
+            self._keeper,
+            (self._transfers, self._fanout, self._peers, self._directory, self._choice, self._memory),
+        )
+
+    # ------------------------------------------------------------------ memory and names
+
+    def namespace(
+        self,
+        group: str,
+        *,
+        block_bytes: int,
+        block_tokens: int,
+        hash_bytes: int = 16,
+        shard: int = 0,
+        shard_count: int = 1,
+    ) -> PoolNamespace:
+        """One shard of one model's KV. ``group`` fingerprints all that makes the bytes interchangeable.
+
+        Raises :class:`FingerprintMismatch` when a master knows the group with another layout; with no
+        master reachable that shows at the first call instead.
+        """
+        self._check_usable()
+        check_text("group", group)
+        opened = PoolNamespace(group, block_bytes, block_tokens, hash_bytes, shard, shard_count)
+        opened.validated()
+        self._directory.open(opened, time.monotonic() + min(GREET_S, self._deadline_s))
+        return opened
+
+    def register(self, buffer: Any) -> Region:
+        """Name memory for transfers: anything contiguous with a buffer or an array interface; no copy."""
+        self._check_usable()
+        return self._memory.register(buffer)
+
+    def allocate(self, nbytes: int) -> Region:
+        """New zeroed memory that a node on this host maps: the fastest source of stores. ``region.bytes`` is it."""
+        self._check_usable()
+        return self._memory.allocate(nbytes)
+
+    def unregister(self, region: Region) -> None:
+        """Forget a region: later calls that name it raise :class:`Closed`. Safe twice."""
+        self._check_usable()
+        self._memory.unregister(region)
+
+    # ------------------------------------------------------------------ asking
+
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup:
+        """Where the longest usable prefix of ``hashes`` is. Pins nothing, may be called any number of times.
+
+        One round trip to a master. ``hit_blocks`` is None for "not yet", 0 with ``answered`` False when no
+        master could be asked.
+        """
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        return self._looker.look_up(namespace, cache_salt, packed, started, started + self._deadline_s)
+
+    def exists(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Mask:
+        """bool[n]: which blocks the directory shows, holes and all. False everywhere when it cannot be asked."""
+        return self.lookup(namespace, cache_salt, hashes).present
+
+    def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Prefetch:
+        """Make a coming load cheaper, in the background: see :class:`Prefetch`."""
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        call = partial(self._prefetch, namespace, cache_salt, packed, started)
+        return Prefetch(
+            self._transfers.submit(call, partial(nothing_asked, answered=False)), started + self._deadline_s
+        )
+
+    def _prefetch(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float) -> Lookup:
+        found = self._looker.look_up(namespace, salt, packed, started, started + self._deadline_s)
+        hit = found.hit_blocks or 0
+        if hit:
+            asked = self._asked(namespace, salt, packed[: hit * namespace.hash_bytes], hit, 1, started)
+            self._reader.read(asked, touching(asked))
+        return found
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView) -> LoadResult:
+        """Read block i into row i of ``blocks``, wherever it is; every position is tried.
+
+        Rows where ``loaded`` is False may hold garbage. Bounded by ``transfer_deadline_ms``.
+        """
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        check_blocks(namespace, packed, blocks, into=True)
+        return self._load(namespace, cache_salt, packed, blocks, started)
+
+    def load_async(
+        self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView
+    ) -> Transfer[LoadResult]:
+        """:meth:`load` in the background; mistakes raise at once. The deadline counts from now."""
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        count = check_blocks(namespace, packed, blocks, into=True)
+        late, no_tier = np.full(count, BlockStatus.LATE, np.uint8), np.full(count, NO_TIER, np.uint8)
+        shed = partial(LoadResult.of, late, no_tier, 0.0, 0)
+        call = partial(self._load, namespace, cache_salt, packed, blocks, started)
+        return Transfer(self._transfers.submit(call, shed), started + self._deadline_s)
+
+    def _load(
+        self, namespace: PoolNamespace, salt: str, packed: bytes, blocks: BlockView, started: float
+    ) -> LoadResult:
+        count = len(blocks)
+        if not count:
+            return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
+        self._check_usable()
+        asked = self._asked(namespace, salt, packed, count, blocks.pieces, started)
+        fetched = self._reader.read(asked, copying(asked, blocks, self._verify))
+        result = LoadResult.of(fetched.status, fetched.tier, time.monotonic() - started, fetched.bytes_moved)
+        self._counters.add("load", result.reasons, fetched.bytes_moved)
+        return result
+
+    @contextmanager
+    def view(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Iterator[View]:
+        """Read-only arrays over blocks in the memory of nodes on this host, None where missing; no copy.
+
+        For CPU consumers. Good until the block ends and while ``view.valid()``; raises :class:`Refused`
+        when the transport in use has no views.
+        """
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        count = len(packed) // namespace.hash_bytes
+        view = View(count)
+        self._views.add(view)
+        try:
+            if count:
+                self._fill(view, self._asked(namespace, cache_salt, packed, count, 1, started))
+            yield view
+        finally:
+            view.close()
+            self._views.discard(view)
+
+    def _fill(self, view: View, asked: Asked) -> None:
+        refusals: list[Refused] = []
+        fetched = self._reader.read(asked, viewing(asked, view, refusals))
+        reasons = reasons_of(fetched.status)
+        self._counters.add("view", reasons)
+        if refusals and "loaded" not in reasons:
+            raise refusals[0]
+
+    # ------------------------------------------------------------------ storing
+
+    def store(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: Hashes,
+        blocks: BlockView,
+        parent: bytes | None = None,
+        first_index: int = 0,
+    ) -> StoreResult:
+        """Offer row i of ``blocks`` as block i; blocks the pool has already are marked as used.
+
+        ``parent``: the hash before the first block in its chain, ``first_index``: the first block's index
+        there. ``blocks`` may be reused when it returns. Bounded by ``transfer_deadline_ms``.
+        """
+        started = self._check_usable()
+        offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
+        return self._store(offered, started)
+
+    def store_async(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: Hashes,
+        blocks: BlockView,
+        parent: bytes | None = None,
+        first_index: int = 0,
+    ) -> Transfer[StoreResult]:
+        """:meth:`store` in the background; mistakes raise at once. The deadline counts from now."""
+        started = self._check_usable()
+        offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
+        shed = partial(StoreResult.of, np.full(len(blocks), BlockStatus.LATE, np.uint8), 0.0, 0)
+        return Transfer(self._transfers.submit(partial(self._store, offered, started), shed), offered.deadline)
+
+    def _offered(
+        self,
+        namespace: PoolNamespace,
+        salt: str,
+        hashes: Hashes,
+        blocks: BlockView,
+        parent: bytes | None,
+        first_index: int,
+        started: float,
+    ) -> Offered:
+        packed = checked_hashes(namespace, salt, hashes)
+        check_blocks(namespace, packed, blocks, into=False)
+        before = checked_parent(namespace, parent, first_index)
+        limit = blocks_in_message(namespace.hash_bytes, blocks.pieces)
+        return Offered(namespace, salt, packed, blocks, started + self._deadline_s, before, first_index, limit)
+
+    def _store(self, offered: Offered, started: float) -> StoreResult:
+        if not len(offered.blocks):
+            return StoreResult.of(np.zeros(0, np.uint8), 0.0, 0)
+        self._check_usable()
+        pushed = self._writer.write(offered)
+        result = StoreResult.of(pushed.status, time.monotonic() - started, pushed.bytes_moved)
+        self._counters.add("store", result.reasons, pushed.bytes_moved)
+        return result
+
+    def remove(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> RemoveResult:
+        """Take blocks out of the pool for good, by way of a master. See :class:`RemoveResult`."""
+        started = self._check_usable()
+        packed = checked_hashes(namespace, cache_salt, hashes)
+        self._recent.forget(namespace, cache_salt)
+        if not packed:
+            return RemoveResult(0)
+        left_ms = max(1, int(self._deadline_s * 500))  # half for the nodes, half for the way back
+        try:
+            return self._directory.remove(namespace, cache_salt, packed, started + self._deadline_s, left_ms)
+        except WHOLE_CALL:
+            raise
+        except KVError:
+            return RemoveResult(0, answered=False)
+
+    # ------------------------------------------------------------------ life
+
+    def health(self) -> dict[str, object]:
+        """Masters, nodes with transport and breaker, loop age, blocks by outcome, problems. Asks nobody."""
+        self._check_usable()
         return health_report(
-            self._directory, self._peers, self._keeper, self._counters, regions, self._transfers.pending
+            self._directory,
+            self._peers,
+            self._keeper,
+            self._counters,
+            self._memory,
+            self._transfers.pending,
+            len(self._views),
         )
 
     def close(self) -> None:
@@ -391,26 +642,14 @@ class Client:
         raise Closed("the client is closed")
 
 
-def _lookup_of(located: Located, seconds: float) -> Lookup:
-    count, present = len(located), int(np.count_nonzero(located.present))
-    absent = "not_yet" if located.not_yet else "missing"
-    reasons = {name: n for name, n in (("present", present), (absent, count - present)) if n}
-    hit = None if located.not_yet else located.hit_blocks
-    return Lookup(hit, located.present, located.tiers(), reasons, located.shard_hit_blocks, True, seconds)
-
-
 def _end(
     pid: int,
     keeper: Loop,
-    closing: tuple[Fanout | Transfers | Peers | Directory | TransportChoice, ...],
-    regions: dict[int, Region],
+    parts: tuple[_Part, ...],
 ) -> None:
     """The end of a client, once: by ``close``, when it is dropped, or when the process exits."""
     if os.getpid() != pid:
         return  # a forked child: its sockets are closed already, and all else is the parent's
     keeper.stop(KEEPER_STOP_S)
-    for part in closing:
+    for part in parts:
         part.close()
-    for region in list(regions.values()):
-        region.close()
-    regions.clear()

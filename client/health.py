@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from kvstrata.client.counters import Counters
 from kvstrata.client.directory import Directory
+from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.peers import Known, Peers
 from kvstrata.transfer.loops import Loop
-from kvstrata.transfer.regions import Region
 
 
 def health_report(
@@ -16,10 +16,10 @@ def health_report(
     peers: Peers,
     loop: Loop,
     counters: Counters,
-    regions: Sequence[Region],
-    transfers_pending: int,
+    memory: RegisteredMemory,
+    open_now: Mapping[str, int],
 ) -> dict[str, object]:
-    """A dict of plain values, fit for JSON. Asks nobody: it is what this client knows now."""
+    """A dict of plain values, fit for JSON; ``open_now``: what is under way, by name. Asks nobody: it is what this client knows now."""
     masters = directory.health()
     nodes = [_node(known) for known in peers.all()]
     problems = [f"master {m['address']}: {m['reason'] or 'not reached yet'}" for m in masters if not m["reachable"]]
@@ -33,8 +33,8 @@ def health_report(
         "nodes": nodes,
         "loop_age_seconds": {loop.name: loop.age_s()},
         "blocks": counters.snapshot(),
-        "regions": {"count": len(regions), "bytes": sum(region.nbytes for region in regions)},
-        "transfers_pending": transfers_pending,
+        "regions": memory.totals(),
+        **open_now,
     }
 
 

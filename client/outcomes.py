@@ -39,3 +39,8 @@ def status_of(error: KVError) -> BlockStatus:
         if isinstance(error, kind):
             return status
     return BlockStatus.REFUSED
+
+
+def unanswered(error: KVError) -> BlockStatus:
+    """What blocks are when the directory could not be asked about them: LATE, or NODE_LOST."""
+    return status_of(error) if isinstance(error, Unavailable | Busy) else BlockStatus.NODE_LOST

@@ -15,11 +15,11 @@ from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.outcomes import WHOLE_CALL, status_of
+from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, Positions, Where, by_node, gather
 from kvstrata.client.results import NO_TIER
-from kvstrata.proto.errors import Busy, KVError, Unavailable
+from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Endpoint, Fetched, Peer
@@ -122,8 +122,7 @@ class Reader:
         except WHOLE_CALL:
             raise
         except KVError as error:
-            lost = error if isinstance(error, Unavailable | Busy) else Unavailable(str(error))
-            status[status == _UNKNOWN] = status_of(lost)
+            status[status == _UNKNOWN] = unanswered(error)
             return
         self._recent.remember(asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes)
         absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING

@@ -13,10 +13,10 @@ from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Placed, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.outcomes import WHOLE_CALL, status_of
+from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, gather, stripes
-from kvstrata.proto.errors import Busy, KVError, Unavailable
+from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, PlaceState
 from kvstrata.transfer.base import Endpoint, Peer, Push, Pushed
@@ -88,8 +88,7 @@ class Writer:
         except KVError as error:
             local = self._peers.sole_local()
             if local is None or offered.namespace.pin.epoch is None:
-                lost = error if isinstance(error, Unavailable | Busy) else Unavailable(str(error))
-                status[:] = status_of(lost)
+                status[:] = unanswered(error)
                 return None
         # Surplus replicas are legal, and the node announces what it has once a master is back.
         count = len(status)

@@ -269,6 +269,25 @@ def test_remove_goes_through_the_master(client: Client, ns: PoolNamespace, maste
     assert client.remove(ns, "", packed(1)).complete
 
 
+def test_calls_longer_than_a_message_are_split(
+    client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.client.plan.HASHES_MAX", 7)
+    monkeypatch.setattr("kvstrata.client.directory.HASHES_MAX", 7)
+    data = rows_of(40)
+    master.stripe = 20
+    assert client.store(ns, "", packed(40), client.register(data).rows(ns)).stored.all()
+    assert max(len(push.blocks) for node in nodes.values() for push in node.pushes) == 7
+    firsts = sorted(push.first_index for node in nodes.values() for push in node.pushes)
+    assert firsts == sorted(set(firsts)) and firsts[0] == 0
+    master.learn()
+    found = client.lookup(ns, "", packed(45))
+    assert found.hit_blocks == 40 and found.present.sum() == 40 and master.lookups == 7
+    target = Target(client, ns, 40)
+    assert client.load(ns, "", packed(40), target.blocks).loaded.all() and (target.array == data).all()
+    assert max(count for node in nodes.values() for count in node.fetches) == 7
+
+
 # -------------------------------------------------------------------- layouts, views, prefetch
 
 
@@ -292,7 +311,7 @@ def test_views_and_their_holes(
     del nodes["a"].blocks[next(iter(nodes["a"].blocks))]
     master.learn()
     with client.view(ns, "", packed(8)) as view:
-        assert len(view) == 8 and view.valid()
+        assert len(view) == 8 and view.valid() and client.health()["views_open"] == 1
         missing = [i for i, block in enumerate(view) if block is None]
         assert len(missing) == 1
         for i, block in enumerate(view):
@@ -329,6 +348,8 @@ def test_mistakes_raise_before_anything_is_sent(
         lambda: client.load(ns, "", [b"short"] * 4, blocks),
         lambda: client.load(ns, "", np.zeros((4, 16), np.int32), blocks),  # type: ignore[arg-type]
         lambda: client.load(ns, "x" * 129, packed(4), blocks),
+        lambda: client.load(ns, "\ud800", packed(4), blocks),
+        lambda: client.namespace("\ud800", block_bytes=1, block_tokens=1),
         lambda: client.load(ns, 7, packed(4), blocks),  # type: ignore[arg-type]
         lambda: client.load(other, "", packed(4), blocks),
         lambda: client.load("ns", "", packed(4), blocks),  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""Lookups: the directory's answer as the caller's result, counted, and remembered for the load that follows."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvstrata.client.counters import Counters
+from kvstrata.client.directory import Directory
+from kvstrata.client.locations import Located, RecentLocations
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.outcomes import WHOLE_CALL, unanswered
+from kvstrata.client.results import NO_TIER, Lookup
+from kvstrata.proto.errors import KVError
+
+
+class Looker:
+    """Thread-safe."""
+
+    def __init__(self, directory: Directory, recent: RecentLocations, counters: Counters) -> None:
+        self._directory = directory
+        self._recent = recent
+        self._counters = counters
+
+    def look_up(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float) -> Lookup:
+        """Raises only refusals of the whole call; a directory that cannot be asked is a result."""
+        count = len(packed) // namespace.hash_bytes
+        if not count:
+            return nothing_asked()
+        try:
+            located = self._directory.lookup(namespace, salt, packed, deadline)
+        except WHOLE_CALL:
+            raise
+        except KVError as error:
+            found = _unanswered(count, unanswered(error).name.lower(), time.monotonic() - started)
+        else:
+            self._recent.remember(namespace, salt, packed, located.codes, located.nodes)
+            found = _answered(located, time.monotonic() - started)
+        self._counters.add("lookup", found.reasons)
+        return found
+
+
+def nothing_asked(*, answered: bool = True) -> Lookup:
+    return Lookup(0, np.zeros(0, bool), np.zeros(0, np.uint8), {}, answered=answered)
+
+
+def _unanswered(count: int, reason: str, seconds: float) -> Lookup:
+    nowhere = np.full(count, NO_TIER, np.uint8)
+    return Lookup(0, np.zeros(count, bool), nowhere, {reason: count}, answered=False, seconds=seconds)
+
+
+def _answered(located: Located, seconds: float) -> Lookup:
+    count, present = len(located), int(np.count_nonzero(located.present))
+    absent = "not_yet" if located.not_yet else "missing"
+    reasons = {name: n for name, n in (("present", present), (absent, count - present)) if n}
+    hit = None if located.not_yet else located.hit_blocks
+    return Lookup(hit, located.present, located.tiers(), reasons, located.shard_hit_blocks, True, seconds)
