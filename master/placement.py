@@ -25,6 +25,8 @@ INTENT_S: Final = 30.0
 INTENTS_MAX: Final = 1 << 20
 #: Blocks of one call that go to one node together. A load of a long prefix can then use several nodes.
 RUN_BLOCKS: Final = 64
+#: ... but not of very many, as one of them may be slow.
+STRIPE_NODES_MAX: Final = 8
 #: A node on the writer's host has headroom with this share free, or when no node is emptier by more.
 HEADROOM: Final = 0.05
 #: What a full node weighs beside its capacity: it evicts, so it takes new blocks too.
@@ -120,17 +122,21 @@ class Placement:
             return np.full(len(positions), 1 + code_of(candidates[0].slot, 0), dtype=np.uint16)
         runs = positions // RUN_BLOCKS
         first, last = int(runs[0]), int(runs[-1])
-        local = _with_headroom(candidates, boot_id)
-        chosen = [1 + code_of(self._one(candidates, local).slot, 0) for _ in range(first, last + 1)]
+        stripe = self._stripe(candidates, _with_headroom(candidates, boot_id), last - first + 1)
+        chosen = [1 + code_of(candidate.slot, 0) for candidate in _in_turns(stripe, last - first + 1)]
         return np.array(chosen, dtype=np.uint16)[runs - first]
 
-    def _one(self, candidates: Sequence[Candidate], local: Sequence[Candidate]) -> Candidate:
+    def _stripe(self, candidates: Sequence[Candidate], local: Sequence[Candidate], runs: int) -> list[Candidate]:
+        """The nodes that the runs of one call go to: those of the writer's host if it has headroom."""
+        pool = candidates
         if local:
             settled = max(candidate.ramp for candidate in candidates)
-            nearest = self._two_choices(local)
-            if nearest.ramp >= settled or self._rng.random() < nearest.ramp / settled:
-                return nearest
-        return self._two_choices(candidates)
+            here = max(candidate.ramp for candidate in local)
+            pool = local if self._rng.random() * settled < here else candidates
+        stripe: list[Candidate] = []
+        while len(stripe) < min(runs, STRIPE_NODES_MAX, len(pool)):
+            stripe.append(self._two_choices([candidate for candidate in pool if candidate not in stripe]))
+        return stripe
 
     def _two_choices(self, candidates: Sequence[Candidate]) -> Candidate:
         if len(candidates) == 1:
@@ -183,6 +189,22 @@ def _with_headroom(candidates: Sequence[Candidate], boot_id: str) -> list[Candid
         and candidate.boot_id == boot_id
         and (candidate.free_share >= HEADROOM or candidate.free_share >= emptiest - HEADROOM)
     ]
+
+
+def _in_turns(stripe: Sequence[Candidate], runs: int) -> list[Candidate]:
+    """``runs`` choices from ``stripe``, evenly spread, each node by its weight (smooth weighted round robin)."""
+    if len(stripe) == 1:
+        return [stripe[0]] * runs
+    weights = [candidate.weight for candidate in stripe]
+    total = sum(weights)
+    credit = [0.0] * len(stripe)
+    turns = []
+    for _ in range(runs):
+        credit = [have + weight for have, weight in zip(credit, weights, strict=True)]
+        best = credit.index(max(credit))
+        credit[best] -= total
+        turns.append(stripe[best])
+    return turns
 
 
 def _tick(now: float) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstrata.master import placement as placement_module
-from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, Candidate, Placed, Placement, ramp_at
+from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, STRIPE_NODES_MAX, Candidate, Placed, Placement, ramp_at
 from kvstrata.master.probing import Keys
 from kvstrata.proto.status import PlaceState
 
@@ -92,6 +92,23 @@ def test_one_node_takes_everything_and_long_prefixes_are_striped_in_runs() -> No
     for start in range(0, 1000, RUN_BLOCKS):
         assert len(set(codes[start : start + RUN_BLOCKS].tolist())) == 1
     assert len(set(codes.tolist())) == 3
+
+
+def test_a_call_of_several_runs_uses_all_nodes_of_the_host_by_weight_and_only_those() -> None:
+    for seed in range(20):
+        nodes = [node(0, "mine", ramp=0.06), node(1, "mine", ramp=0.05), node(2, ramp=0.06)]
+        codes = place(Placement(random.Random(seed)), keys_for(5 * RUN_BLOCKS, seed), nodes, "mine").codes
+        counts = Counter(((codes[::RUN_BLOCKS] - 1) >> 2).tolist())
+        assert sorted(counts) == [0, 1] and min(counts.values()) == 2, counts
+    nodes = [node(0, "mine"), node(1, "mine", ramp=0.1), node(2)]
+    codes = place(Placement(random.Random(1)), keys_for(100 * RUN_BLOCKS), nodes, "mine").codes
+    counts = Counter(((codes[::RUN_BLOCKS] - 1) >> 2).tolist())
+    assert counts[0] > 80 > 20 > counts[1]
+
+
+def test_very_long_prefixes_use_a_bounded_number_of_nodes() -> None:
+    codes = place(Placement(random.Random(1)), keys_for(40 * RUN_BLOCKS), [node(slot) for slot in range(30)]).codes
+    assert len(set(codes.tolist())) == STRIPE_NODES_MAX
 
 
 def test_equal_nodes_get_equal_shares_full_or_not() -> None:
