@@ -19,7 +19,7 @@ def health_report(
     memory: RegisteredMemory,
     open_now: Mapping[str, int],
 ) -> dict[str, object]:
-    """A dict of plain values, fit for JSON; ``open_now``: what is under way, by name. Asks nobody: it is what this client knows now."""
+    """A dict of plain values, fit for JSON: what this client knows now. ``open_now``: what is under way, by name."""
     masters = directory.health()
     nodes = [_node(known) for known in peers.all()]
     problems = [f"master {m['address']}: {m['reason'] or 'not reached yet'}" for m in masters if not m["reachable"]]
