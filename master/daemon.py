@@ -65,6 +65,7 @@ class Master:
         self.views = Views(self.hub, self.server.sessions, self.loops)
         grpc_server, self.endpoints.grpc = serve(self.hub, self.views, config.grpc)
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
+        self._stops.append(lambda: self.hub.close_sessions("the master stops"))
         web = WebServer(application(self.hub, self.views), config.http)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address

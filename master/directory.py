@@ -7,7 +7,7 @@ the swap. Only slots named by :meth:`Directory.route` are ever handed to a reade
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -249,6 +249,14 @@ class Directory:
         sets = np.flatnonzero(self._per_set[: self.holders.size]).tolist()
         holding = [set_id for set_id in sets if any(code >> 2 == slot for code in self.holders.holders(set_id))]
         return int(self._per_set[holding].sum())
+
+    def blocks_by_slot(self) -> Counter[int]:
+        """:meth:`blocks_of` for every slot that has any, in one pass over the holder sets."""
+        counts: Counter[int] = Counter()
+        for set_id in np.flatnonzero(self._per_set[: self.holders.size]).tolist():
+            for slot in {code >> 2 for code in self.holders.holders(set_id)}:
+                counts[slot] += int(self._per_set[set_id])
+        return counts
 
     def tables(self) -> Iterator[tuple[TableKey, int]]:
         """(group, shard, salt) and blocks, for every tenant that has any."""

@@ -142,6 +142,12 @@ class Hub:
             self._outboxes.pop(session, None)
         self.handle(m.LinkLost(session))
 
+    def close_sessions(self, reason: str) -> None:
+        """End every sync stream; the nodes look for another master, or wait for this one."""
+        with self._lock:
+            for outbox in self._outboxes.values():
+                outbox.close(reason)
+
     def _deliver(self, commands: Iterable[m.Command]) -> None:
         """Hand session commands over, under the lock: their order is the order of events."""
         for command in commands:

@@ -170,6 +170,13 @@ class Placement:
             self._intents = Table()
             self._rotated_at = now
 
+    def fulfilled(self, keys: Keys, scope: Keys) -> None:
+        """These blocks are held: from now on the directory says where, or that they are gone again."""
+        scoped = keys ^ scope
+        for table in (self._intents, self._older):
+            if table.live:
+                table.discard(scoped)
+
     @property
     def intents(self) -> int:
         """Intents remembered, fresh and lapsed."""

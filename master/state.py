@@ -155,6 +155,9 @@ class MasterState:
             table, keys = self._where(part.namespace, part.salt, part.hashes)
             what = ("added" if part.added else "removed") if isinstance(part, m.Change) else "in snapshot"
             self.chronicle.note(now, what, node.node_id, table, keys)
+            if what != "removed":
+                # Else a block evicted soon after it was stored could not be stored again until the intent lapses.
+                self.placement.fulfilled(keys, _scope(table.group, table.shard, table.salt))
             return table, keys
 
         return locate

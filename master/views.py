@@ -26,9 +26,7 @@ class Views:
 
     def nodes(self) -> control.NodeList:
         """Every rostered node, those that are away included."""
-        return self._hub.read(
-            lambda state, now: control.NodeList(nodes=[_node_row(state, node, now) for node in state.nodes])
-        )
+        return self._hub.read(_node_list)
 
     def clients(self) -> control.ClientList:
         """Client processes that are connected now."""
@@ -56,7 +54,12 @@ class Views:
         return [session for session in list(self._sessions.values()) if session.hello.role == "client"]
 
 
-def _node_row(state: MasterState, node: Node, now: float) -> control.NodeRow:
+def _node_list(state: MasterState, now: float) -> control.NodeList:
+    blocks = state.directory.blocks_by_slot()
+    return control.NodeList(nodes=[_node_row(node, blocks, now) for node in state.nodes])
+
+
+def _node_row(node: Node, blocks: Mapping[int, int], now: float) -> control.NodeRow:
     row = control.NodeRow(
         node_id=node.node_id, state=node.state.value, dram_bytes=node.dram_bytes, ssd_bytes=node.ssd_bytes
     )
@@ -71,7 +74,7 @@ def _node_row(state: MasterState, node: Node, now: float) -> control.NodeRow:
     if node.attachment is not None:
         row.applied_seq = node.attachment.applied_seq
         row.synced = node.attachment.synced
-        row.blocks = 0 if node.attachment.slot is None else state.directory.blocks_of(node.attachment.slot)
+        row.blocks = 0 if node.attachment.slot is None else blocks.get(node.attachment.slot, 0)
     if node.usage is not None:
         usage = node.usage
         row.status.CopyFrom(

@@ -34,7 +34,7 @@ def test_starts_says_where_and_stops_in_time(wires: Any, closing: Make) -> None:
     began = time.monotonic()
     assert process.terminate() == 0
     assert time.monotonic() - began < 5.0
-    assert node.ended()
+    assert node.ended().details() == "the master stops"
 
 
 def rostered(state: Path) -> int:

@@ -151,7 +151,10 @@ class AgainstOracle(RuleBasedStateMachine):
         assert dict(self.directory.tables()) == {
             table: count for table in TABLES if (count := len({key[1] for key in everything if key[0] == table}))
         }
+        by_slot = self.directory.blocks_by_slot()
+        assert set(by_slot) <= set(self.slots)
         for slot in self.slots:
+            assert by_slot[slot] == self.directory.blocks_of(slot)
             assert self.directory.blocks_of(slot) == len({key[:2] for key in everything if key[2] == slot})
 
 

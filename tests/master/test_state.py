@@ -158,6 +158,30 @@ def test_a_gap_while_a_snapshot_loads_voids_that_snapshot() -> None:
     assert world.found(1, 2, 4, 9) == [1, 2, 4]
 
 
+def test_gap_upon_gap_asks_once_and_the_last_run_of_deltas_counts() -> None:
+    world = World()
+    session = world.up(1)
+    world.delta(session, 3, add=[3])
+    assert not world.delta(session, 5, add=[5])
+    assert not world.delta(session, 6, add=[6])
+    world.snapshot(session, 4, 1, 3)
+    assert world.found(1, 3, 5, 6) == [1, 3, 5, 6]
+    assert len(world.of(m.SendResync)) == 1
+
+
+def test_too_many_deltas_before_the_end_of_a_snapshot_void_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.master.attachment.KEPT_BYTES_MAX", 40)
+    world = World()
+    session = world.attach()
+    world.snapshot(session, 0, 1, last=False)
+    world.delta(session, 1, add=[10, 11])
+    assert any(isinstance(c, m.SendResync) for c in world.delta(session, 2, add=[12]))
+    world.snapshot(session, 0, 2, first=False)
+    assert world.node_state() is NodeState.JOINING
+    world.snapshot(session, 2, 1, 2, 10, 11, 12)
+    assert world.found(1, 2, 10, 11, 12) == [1, 2, 10, 11, 12]
+
+
 def test_a_snapshot_that_ends_before_the_first_kept_delta_is_a_gap() -> None:
     world = World()
     session = world.attach()

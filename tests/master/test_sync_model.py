@@ -173,4 +173,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCluster.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
