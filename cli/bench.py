@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.health import DEFAULT_MASTER, Json, Master
+from kvstrata.cli.health import DEFAULT_MASTER, Json, Master, ask
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
 from kvstrata.cli.sizes import format_size, size_flag
-from kvstrata.proto.errors import KVError, Unavailable
+from kvstrata.proto.errors import ConfigError, Corrupt, Unavailable
 
 if TYPE_CHECKING:
     from kvstrata.client import Client
 
 SETTLE_S = 10.0
+BATCH_BYTES_MAX = 16 << 30
+STAMP_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ def bench(
 ) -> None:
     """Measure store, load and lookup against a running pool. Exits 1 on wrong bytes or missed blocks."""
     with expected_errors():
+        if not STAMP_BYTES <= size <= BATCH_BYTES_MAX // blocks:
+            limits = f"{STAMP_BYTES} bytes a block and {format_size(BATCH_BYTES_MAX)} a call"
+            raise ConfigError(f"{blocks} blocks of {format_size(size)}: the bounds are {limits}")
+        with ask(master):  # nobody there is said at once, and is not a slow pool
+            pass
         from kvstrata.client import Client
 
         with Client(master, transport=transport, transfer_deadline_ms=30_000) as client:
@@ -58,7 +65,11 @@ def bench(
 
 
 class Run:
-    """Fresh keys each round, one source and one destination; removes what it stored."""
+    """Fresh keys each round, one source and one destination; removes what it stored.
+
+    Each call's blocks carry a stamp of their own, the destination is wiped before each load and compared after
+    it, all outside the timed part: bytes of another call, or none at all, do not pass.
+    """
 
     def __init__(self, client: Client, block_bytes: int, blocks: int, calls: int) -> None:
         import numpy as np
@@ -68,10 +79,16 @@ class Run:
         self._blocks = blocks
         self._calls = calls
         self._block_bytes = block_bytes
+        self._salt = f"kvstrata-bench-{os.getpid()}"
         self._namespace = client.namespace(f"kvstrata.bench/{block_bytes}", block_bytes=block_bytes, block_tokens=16)
-        self._source = client.allocate(blocks * block_bytes)
-        self._source.bytes[:] = np.random.default_rng(0).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
-        self._target = client.register(np.zeros(blocks * block_bytes, np.uint8))
+        source, target = (
+            client.allocate(blocks * block_bytes),
+            client.register(np.zeros(blocks * block_bytes, np.uint8)),
+        )
+        source.bytes[:] = np.random.default_rng(0).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
+        self._from, self._into = source.rows(self._namespace), target.rows(self._namespace)
+        self._source = source.bytes.reshape(blocks, block_bytes)
+        self._target = target.bytes.reshape(blocks, block_bytes)
         self._seconds: dict[str, list[list[float]]] = {"store": [], "load": [], "lookup": []}
         self._missed = dict.fromkeys(self._seconds, 0)
 
@@ -82,41 +99,56 @@ class Run:
         return [self._figure(op) for op in self._seconds]
 
     def _round(self, warm: bool = False) -> None:
-        client, namespace = self._client, self._namespace
-        salt = f"kvstrata-bench-{os.getpid()}"
-        keys = [self._keys(call) for call in range(1 if warm else self._calls)]
-        rows, into = self._source.rows(namespace), self._target.rows(namespace)
-        timed = {
-            "store": [self._time(lambda k=k: client.store(namespace, salt, k, rows).stored) for k in keys],
-            "load": [self._time(lambda k=k: client.load(namespace, salt, k, into).loaded) for k in keys],
-        }
-        self._wait_visible(salt, keys)
-        timed["lookup"] = [self._time(lambda k=k: client.lookup(namespace, salt, k).present) for k in keys]
-        if not warm and not timed["load"][-1][1] and not (self._target.bytes == self._source.bytes).all():
-            raise KVError("wrong bytes: what was loaded is not what was stored")
+        keys = [self._keys() for _ in range(1 if warm else self._calls)]
+        timed = {"store": [self._store(call, k) for call, k in enumerate(keys)]}
+        timed["load"] = [self._load(call, k) for call, k in enumerate(keys)]
+        self._wait_visible(keys)
+        timed["lookup"] = [
+            self._time(lambda k=k: self._client.lookup(self._namespace, self._salt, k).present)[:2] for k in keys
+        ]
         for k in keys:
-            client.remove(namespace, salt, k)
+            self._client.remove(self._namespace, self._salt, k)
         if warm:
             return
         for op, results in timed.items():
             self._seconds[op].append([seconds for seconds, _ in results])
             self._missed[op] += sum(missed for _, missed in results)
 
-    def _time(self, call: Any) -> tuple[float, int]:
+    def _store(self, call: int, keys: bytes) -> tuple[float, int]:
+        self._stamp(call)
+        return self._time(lambda: self._client.store(self._namespace, self._salt, keys, self._from).stored)[:2]
+
+    def _load(self, call: int, keys: bytes) -> tuple[float, int]:
+        self._target[:] = 0
+        seconds, missed, loaded = self._time(
+            lambda: self._client.load(self._namespace, self._salt, keys, self._into).loaded
+        )
+        self._stamp(call)
+        wrong = int((self._target[loaded] != self._source[loaded]).any(axis=1).sum())
+        if wrong:
+            raise Corrupt(f"wrong bytes: {wrong} of {self._blocks} blocks are not what was stored")
+        return seconds, missed
+
+    def _stamp(self, call: int) -> None:
+        numbers = self._np.arange(call * self._blocks, (call + 1) * self._blocks, dtype="<u8")
+        self._source[:, :STAMP_BYTES] = numbers.view(self._np.uint8).reshape(self._blocks, STAMP_BYTES)
+
+    def _time(self, call: Any) -> tuple[float, int, Any]:
+        """Seconds, positions that missed, and the mask."""
         start = time.perf_counter()
         mask = call()
-        return time.perf_counter() - start, int(self._blocks - self._np.count_nonzero(mask))
+        return time.perf_counter() - start, int(self._blocks - self._np.count_nonzero(mask)), mask
 
-    def _keys(self, call: int) -> bytes:
+    def _keys(self) -> bytes:
         seed = os.urandom(16)
         return b"".join(
             hashlib.blake2b(seed + i.to_bytes(4, "little"), digest_size=16).digest() for i in range(self._blocks)
         )
 
-    def _wait_visible(self, salt: str, keys: list[bytes]) -> None:
+    def _wait_visible(self, keys: list[bytes]) -> None:
         deadline = time.monotonic() + SETTLE_S
         for k in keys:
-            while self._client.lookup(self._namespace, salt, k).hit_blocks != self._blocks:
+            while self._client.lookup(self._namespace, self._salt, k).hit_blocks != self._blocks:
                 if time.monotonic() > deadline:
                     raise Unavailable(
                         "the pool does not hold what was stored: is it smaller than "
