@@ -92,7 +92,8 @@ def _say_health(report: Any, nodes: Any, clients: Any) -> None:
         (c.name, c.host, c.pid, c.software, c.lookups, f"{c.idle_seconds:.0f} s", f"{c.connected_seconds:.0f} s")
         for c in clients
     ]
-    print_table("clients", ("name", "host", "pid", "software", "lookups", "idle", "connected"), table)
+    if table:
+        print_table("clients", ("name", "host", "pid", "software", "lookups", "idle", "connected"), table)
 
 
 def _node_table(nodes: Any) -> None:

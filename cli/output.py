@@ -29,10 +29,11 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; what is too wide for the terminal is folded, never cut: it may be copied from."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*columns, title=title or None, title_justify="left")
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title or None, title_justify="left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)

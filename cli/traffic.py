@@ -12,7 +12,7 @@ from kvstrata.cli.daemons import Config
 from kvstrata.cli.health import Json
 from kvstrata.cli.output import Exit, expected_errors, print_json
 from kvstrata.cli.sizes import addresses_flag, parse_size, size_flag
-from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.errors import ConfigError, KVError
 
 if TYPE_CHECKING:
     from kvstrata.cli.replay import ReplayResult
@@ -127,5 +127,8 @@ def _say(result: ReplayResult, html: Path | None, as_json: bool) -> None:
     else:
         Console().print(result.table())
     if html is not None:
-        html.write_text(result.html())
+        try:
+            html.write_text(result.html())
+        except OSError as error:
+            raise KVError(f"the run is done, but its report cannot be written to {html}: {error.strerror}") from error
         print(f"report: {html.absolute()}", file=sys.stderr)
