@@ -101,6 +101,10 @@ def test_one_file_may_serve_every_command(tmp_path: Path) -> None:
         ("a: [", "not YAML"),
         ("dram: 1GiB\nmaster: {x: 1}", "not both"),
         ("dram: lots", "is not a size"),
+        ("dram: {a: 1}", "'dram' is none"),
+        ("storag: {dram: 1GiB}", "did you mean 'storage'"),
+        ("listen: 7410", "HOST:PORT"),
+        ("master: [127.0.0.1:1, nonsense]", "HOST:PORT"),
     ],
 )
 def test_a_wrong_file_is_refused_with_what_to_do(tmp_path: Path, text: str, said: str) -> None:
@@ -116,6 +120,13 @@ def test_a_missing_file_and_an_unknown_variable_are_refused() -> None:
     assert done.returncode == 2 and "KVSTRATA_MASTER_LISTEN" in done.stderr
 
 
+def test_what_kubernetes_says_of_a_service_is_no_option() -> None:
+    """A service called kvstrata-storage puts such variables into every container of its namespace."""
+    link = {"KVSTRATA_STORAGE_SERVICE_HOST": "10.0.0.1", "KVSTRATA_STORAGE_PORT": "tcp://10.0.0.1:7410"}
+    link["KVSTRATA_STORAGE_PORT_7410_TCP_ADDR"] = "10.0.0.1"
+    assert "1MiB" in run("storage", "--dram", "1MiB", **link).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -125,7 +136,11 @@ def test_a_missing_file_and_an_unknown_variable_are_refused() -> None:
         (["master", "--listen", "192.0.2.1:0", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"], 2, "cannot listen"),
         (["health", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
         (["node", "list", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
-        (["bench", "--transport", "pigeon"], 2, "pigeon"),
+        (["health", "--master", "127.0.0.1:1,127.0.0.1:2"], 3, "127.0.0.1:2"),
+        (["bench", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
+        (["bench", "--size", "1B"], 2, "8 bytes a block"),
+        (["bench", "--size", "1TiB"], 2, "16GiB a call"),
+        (["demo", "--html", "nowhere/report.html"], 2, "nowhere"),
         (["replay", "--trace", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["replay", "--routing", "random"], 2, "round-robin"),
         (["nonsense"], 2, "nonsense"),
