@@ -11,11 +11,15 @@ from kvstrata.master import messages as m
 from kvstrata.master.hub import Hub
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import Refused
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.logs import get_logger
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.channel import SOFTWARE, boot_id, expect
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply, ServerConnection, Session
+
+log = get_logger(__name__)
 
 _WILDCARDS: Final = ("0.0.0.0", "[::]")
 
@@ -94,7 +98,10 @@ class MasterChannel:
         event = m.MissReport(
             report.ns, report.salt, report.hashes, report.node_id, report.incarnation, report.delta_seq
         )
-        self._hub.miss(event)
+        try:
+            self._hub.miss(event)
+        except Refused as error:  # one-way: a failure frame would answer some other request
+            log.warning("miss report refused", reason=str(error), client=connection.owner.hello.name)
 
     def _remove(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Remove, frame, Kind.REMOVE)

@@ -33,7 +33,7 @@ WARMED_PER_KEY: Final = 24
 MOVED_AT_ONCE: Final = 1 << 16
 #: Old slots moved on by a change: this many, or MOVED_PER_KEY for each of its keys. At 1 / 0.6 slots an
 #: old entry, and room for a third as many new ones, the old slots are through long before the new are full.
-MOVED_MIN: Final = 1 << 14
+MOVED_MIN: Final = 1 << 11
 MOVED_PER_KEY: Final = 8
 
 

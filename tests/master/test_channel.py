@@ -86,6 +86,12 @@ def test_miss_report_hides_for_lookup_and_place(node: Make, client: Any, eventua
     assert client.lookup(holder.blocks).hit_blocks == 2
 
 
+def test_a_miss_report_that_makes_no_sense_answers_no_other_request(client: Any) -> None:
+    for report in (pb.MissReport(ns=99), pb.MissReport(ns=client.open(), hashes=bytes(3))):
+        client.connection.tell(Kind.MISS_REPORT, report.SerializeToString())
+        assert client.lookup(bytes(16)).hit_blocks == 0
+
+
 def test_remove_reaches_nodes_and_names_those_that_do_not_confirm(node: Make, client: Any) -> None:
     good, bad = node("good"), node("bad")
     good.blocks = bad.blocks = os.urandom(16 * 3)

@@ -120,6 +120,7 @@ def test_deltas_between_snapshot_parts_apply_above_the_cut_only() -> None:
     world.delta(session, 4, add=[40])  # the snapshot will already tell of it
     world.snapshot(session, 4, 1, 40, last=False)
     world.delta(session, 5, add=[50], remove=[1])
+    assert not world.delta(session, 5, add=[50], remove=[1]), "a repeated one is no gap"
     assert world.found(1, 40, 50) == []
     commands = world.snapshot(session, 4, 2, first=False)
     assert world.found(1, 2, 40, 50) == [2, 40, 50]
@@ -410,6 +411,7 @@ def test_removal_is_told_to_those_attached_and_kept_for_those_away() -> None:
     removal = world.remove(1, 7)
     assert removal.removed == 1 and removal.awaited == {"n"}
     assert world.found(1, 2) == [2]
+    assert world.of(m.SaveTombstone)[-1].waiting == ("away", "n")  # type: ignore[attr-defined]
     order = next(c for c in world.commands if isinstance(c, m.SendRemove))
     assert (order.session, order.hashes) == (session, hashes(1, 7))
     world.tell(m.CommandDone(session, removal.command))
