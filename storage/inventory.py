@@ -128,6 +128,7 @@ class Inventory:
             parent.children -= 1
             if not parent.children and parent.parked:
                 parent.stamp = max(parent.stamp, block.stamp)
+                parent.slab.hot = max(parent.slab.hot, parent.stamp)
                 self.policy.unprotect(parent)
 
     # ------------------------------------------------------------------ leases and chains
