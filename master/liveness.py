@@ -67,3 +67,15 @@ class Pulse:
         if self.link_lost_at is not None and now - self.link_lost_at >= SUSPECTED_S:
             return NodeState.SUSPECTED
         return NodeState.ACTIVE if synced else NodeState.JOINING
+
+    def doubt(self, now: float) -> str:
+        """What speaks against the node at ``now``; empty for one that is well."""
+        if self.dying:
+            return "its process died"
+        if self.silence_s(now) >= SUSPECTED_S:
+            return f"silent for {self.silence_s(now):.1f} s"
+        if self.progress_age_s(now) >= SUSPECTED_S:
+            return f"its main loop has not moved for {self.progress_age_s(now):.1f} s"
+        if self.link_lost_at is not None:
+            return f"without a sync stream for {now - self.link_lost_at:.1f} s"
+        return ""

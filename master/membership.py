@@ -117,6 +117,7 @@ class Membership:
             self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
         self._chronicle.note(now, "attached again" if same else "attached", node.node_id)
         self._judge(node, now)
+        self._reroute()
 
     def _enroll(self, node: Node, facts: m.NodeFacts) -> None:
         before = node.saved()
@@ -187,19 +188,12 @@ class Membership:
         if state is node.state:
             return
         if state is NodeState.OFFLINE:
-            silence = f"silent for {node.pulse.silence_s(now):.1f} s"
-            self._leave(node, now, "its process died" if node.pulse.dying else silence)
+            self._leave(node, now, node.pulse.doubt(now))
             return
         if state is NodeState.ACTIVE and node.active_since is None:
             node.active_since = now
         self._chronicle.note(now, state.value, node.node_id)
-        self._enter(
-            node,
-            state,
-            f"silent for {node.pulse.silence_s(now):.1f} s, no progress for {node.pulse.progress_age_s(now):.1f} s"
-            if state is NodeState.SUSPECTED
-            else "",
-        )
+        self._enter(node, state, node.pulse.doubt(now))
 
     def _enter(self, node: Node, state: NodeState, reason: str) -> None:
         self._report("node state", node_id=node.node_id, state=state.value, was=node.state.value, reason=reason)

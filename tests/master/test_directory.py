@@ -201,6 +201,19 @@ def test_a_newer_report_on_a_block_outlives_an_older_one() -> None:
     directory.check()
 
 
+def test_of_two_reports_due_together_the_newer_knows_the_tiers() -> None:
+    directory = Directory()
+    slot = directory.take_slot()
+    directory.route({slot: ""})
+    directory.add(slot, TABLE, 0, keys_of([1]))
+    directory.hide(slot, TABLE, keys_of([1]), seq=1)
+    directory.remove(slot, TABLE, 0, keys_of([1]))
+    directory.add(slot, TABLE, 1, keys_of([1]))
+    directory.hide(slot, TABLE, keys_of([1]), seq=2)
+    directory.applied(slot, 2)
+    assert directory.lookup(0, 0, 1, "tenant", keys_of([1])).codes.tolist() == [2]
+
+
 def test_hidden_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "HIDDEN_REPORTS_MAX", 3)
     directory = Directory()

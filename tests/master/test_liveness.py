@@ -71,3 +71,14 @@ def test_a_listener_that_stood_still_blames_no_one() -> None:
     heard_meanwhile = beaten(159.9)
     heard_meanwhile.forgive(160.0, 59.5)
     assert heard_meanwhile.judge(160.0 + OFFLINE_S, synced=True) is NodeState.OFFLINE, "never into the future"
+
+
+def test_every_doubt_has_its_words() -> None:
+    assert beaten(5.0).doubt(6.0) == ""
+    assert beaten(5.0).doubt(9.0) == "silent for 4.0 s"
+    assert beaten(5.0, dying=True).doubt(5.0) == "its process died"
+    assert "main loop has not moved for 4.5 s" in beaten(5.0, progress_age_s=9.0).doubt(4.5)
+    cut = beaten(5.0)
+    cut.link_lost_at = 5.0
+    cut.spoke(8.5)
+    assert cut.doubt(9.0) == "without a sync stream for 4.0 s"

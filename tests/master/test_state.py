@@ -231,6 +231,14 @@ def test_the_same_incarnation_serves_its_old_inventory_until_the_swap() -> None:
     assert world.found(1, 2, 3) == [2, 3]
 
 
+def test_an_address_that_changed_is_handed_out_after_the_next_attach() -> None:
+    world = World()
+    world.up(1)
+    world.attach(unix_path="/new.sock")
+    assert world.found(1) == [1]
+    assert [facts.unix_path for facts in world.state.membership.slot_facts.values()] == ["/new.sock"]
+
+
 def test_another_incarnation_forgets_the_old_inventory_at_once() -> None:
     world = World()
     world.up(1, 2)
