@@ -28,7 +28,7 @@ REQUEST_S = 120.0
 #: The directory shows a stored block within this time (some 5 ms as a rule); an engine asks again until then.
 SETTLE_S = 0.25
 #: A block that was stored longer ago than this is taken to be in the directory, or evicted again.
-SETTLED_AFTER_S = 0.5
+SETTLED_AFTER_S = 0.25
 STAGING_BYTES = 64 << 20
 
 _log = get_logger(__name__)

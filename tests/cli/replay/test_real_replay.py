@@ -55,8 +55,8 @@ def test_a_replay_equals_its_simulator(tmp_path: Path) -> None:
 
 
 def test_a_pool_too_small_evicts_as_its_simulator_does(tmp_path: Path) -> None:
-    # Two nodes of the least size hold 500 blocks of 32 KiB, half of what this trace has at a time.
-    tight = dataclasses.replace(SMALL, sessions=6, private_tokens=0, bytes_per_token=64, pool_bytes=1 << 20)
+    # A node of the least size holds 510 blocks of 16 KiB: two prompts and a bit, of three sessions.
+    tight = dataclasses.replace(SMALL, nodes=1, private_tokens=0, bytes_per_token=32, pool_bytes=1 << 20)
     result = run_replay(tight)
     assert result.traffic.wrong_bytes == 0
     assert result.ceiling_points < -5, result.table()
