@@ -120,7 +120,7 @@ def test_an_evicted_block_is_reported_and_tried_once_more(
     master.learn()
     target = Target(client, ns, 8)
     result = client.load(ns, "", packed(8), target.blocks)
-    assert result.status.tolist() == [S.LOADED, S.EVICTED] + [S.LOADED] * 6
+    assert result.status.tolist() == [S.LOADED, S.EVICTED] + [S.LOADED] * 6, client.health()["problems"]
     assert (target.array[[0, 2, 3, 4, 5, 6, 7]] == data[[0, 2, 3, 4, 5, 6, 7]]).all(), "a hole stops nothing"
     until(lambda: len(master.reports) == 1)
     report = master.reports[0]
