@@ -34,6 +34,11 @@ class AgainstOracle(RuleBasedStateMachine):
         self.routable: dict[int, str] = {}
         self.held: dict[tuple[TableKey, int, int], set[int]] = {}
         self.hidden: dict[tuple[TableKey, int, int], tuple[set[int], int]] = {}
+        for host in ("h1", "h2"):
+            self.join(True, host)
+            for table in TABLES:
+                self.directory.add(self.slots[-1], table, 0, keys_of(list(range(8))))
+                self.held.update({(table, block, self.slots[-1]): {0} for block in range(8)})
 
     @precondition(lambda self: len(self.slots) < 5)
     @rule(routed=st.booleans(), host=st.sampled_from(["h1", "h2"]))
@@ -212,6 +217,20 @@ def test_of_two_reports_due_together_the_newer_knows_the_tiers() -> None:
     directory.hide(slot, TABLE, keys_of([1]), seq=2)
     directory.applied(slot, 2)
     assert directory.lookup(0, 0, 1, "tenant", keys_of([1])).codes.tolist() == [2]
+
+
+def test_a_holder_set_that_takes_a_freed_id_is_routed() -> None:
+    directory = Directory()
+    gone, here = directory.take_slot(), directory.take_slot()
+    directory.route({here: ""})
+    directory.add(gone, TABLE, 0, keys_of([1]))
+    directory.drop_slot(gone)
+    assert directory.lookup(0, 0, 1, "tenant", keys_of([1])).hit_blocks == 0
+    directory.add(here, TABLE._replace(salt="other"), 1, keys_of([2]))
+    assert directory.lookup(0, 0, 1, "other", keys_of([2])).hit_blocks == 1
+    directory.remove(here, TABLE._replace(salt="other"), 1, keys_of([2]))
+    directory.add(here, TABLE, 0, keys_of([1]))
+    assert directory.lookup(0, 0, 1, "tenant", keys_of([1])).hit_blocks == 1
 
 
 def test_hidden_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
