@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -12,6 +13,8 @@ from typing import Any
 import typer
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unavailable
+
+PLAIN_COLUMNS = 160
 
 
 class Exit(IntEnum):
@@ -30,13 +33,22 @@ def print_json(value: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout; what is too wide for the terminal is folded, never cut: it may be copied from."""
-    from rich.console import Console
     from rich.table import Column, Table
 
     table = Table(*(Column(name, overflow="fold") for name in columns), title=title or None, title_justify="left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+    print_rich(table)
+
+
+def print_rich(*renderables: Any) -> None:
+    """Print to stdout: as wide as the terminal, or ``PLAIN_COLUMNS`` wide where there is none (a file, a pipe)."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=PLAIN_COLUMNS)
+    console.print(*renderables)
 
 
 @contextlib.contextmanager

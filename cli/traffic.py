@@ -10,7 +10,7 @@ import typer
 
 from kvstrata.cli.daemons import Config
 from kvstrata.cli.health import Json
-from kvstrata.cli.output import Exit, expected_errors, print_json
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_rich
 from kvstrata.cli.sizes import addresses_flag, parse_size, size_flag
 from kvstrata.proto.errors import ConfigError, KVError
 
@@ -88,7 +88,7 @@ def demo(
     sessions: Annotated[int, typer.Option(help="Agent sessions to play.", min=1)] = 40,
     engines: Engines = 4,
     nodes: Nodes = 2,
-    bytes_per_token: PerToken = 256,
+    bytes_per_token: PerToken = 128,
     seed: Seed = 0,
     html: Annotated[Path, typer.Option("--html", help="Where the report goes.")] = Path("kvstrata-report.html"),
     as_json: Json = False,
@@ -99,7 +99,7 @@ def demo(
         "engines": engines,
         "nodes": nodes,
         "bytes_per_token": bytes_per_token,
-        "pool_bytes": parse_size("4GiB"),
+        "pool_bytes": parse_size("2GiB"),
         "seed": seed,
         "json": as_json,
     }
@@ -120,12 +120,10 @@ def _run(options: dict[str, Any], html: Path | None, as_json: bool) -> None:
 
 
 def _say(result: ReplayResult, html: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-
     if as_json:
         print_json(result.to_json())
     else:
-        Console().print(result.table())
+        print_rich(result.table())
     if html is not None:
         try:
             html.write_text(result.html())
