@@ -85,7 +85,9 @@ class Engine:
         wanted = np.ones(len(hashes), dtype=bool)
         wanted[private:hit] = False
         # A prefix served from this engine's own memory looks cold to the pool: give back what it has dropped.
+        # What the pool took a moment ago is on its way into the directory, and not dropped.
         wanted[:private] = ~present[:private]
+        wanted[: min(private, work.settled)] = False
         stored = self._store(work, hashes, wanted, tally)
         self._private.touch(chain)
         return Outcome(

@@ -106,6 +106,14 @@ def test_what_the_pool_dropped_of_a_private_prefix_is_given_back(engine: Engine,
     assert len(pool.rows) == 4
 
 
+def test_what_was_stored_a_moment_ago_is_not_given_back(engine: Engine, pool: Any) -> None:
+    engine.serve(work([1, 2, 3]))
+    pool.hidden = {HASHES[number].tobytes() for number in (2, 3)}
+    pool.stores.clear()
+    engine.serve(work([1, 2, 3, 4], settled=3))
+    assert pool.stores == [(HASHES[3].tobytes(), 3, 1)]
+
+
 def test_a_pool_that_is_down_is_compute_and_not_a_failure(engine: Engine, pool: Any) -> None:
     pool.down = True
     outcome = engine.serve(work([1, 2, 3]))
