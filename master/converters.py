@@ -18,7 +18,7 @@ from kvstrata.proto.status import Tier
 
 NODE_ID_CHARACTERS_MAX: Final = 128
 #: Hashes in one event. Longer snapshot parts become several, so that no event holds the lock for long.
-HASHES_AN_EVENT: Final = 1 << 15
+HASHES_AN_EVENT: Final = 1 << 13
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
 

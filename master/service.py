@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, Final, NoReturn, TypeVar
@@ -42,6 +43,10 @@ _OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 )
+
+#: A snapshot's reader stands aside this long after each part: the lock goes to whoever asks next, and a
+#: thread that never pauses would always be first.
+BREATH_S: Final = 0.001
 
 T = TypeVar("T")
 
@@ -157,6 +162,8 @@ class _SyncStream:
             for message in self._requests:
                 for event in events_of(message, session):
                     self._hub.handle(event)
+                    if isinstance(event, m.SnapshotPart):
+                        time.sleep(BREATH_S)
         except KVError as error:
             self._failure, reason = error, str(error)
             log.warning("sync stream refused", reason=reason)
