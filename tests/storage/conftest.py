@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import Arena
+from kvstrata.storage.config import StorageConfig
+from kvstrata.storage.node import StorageNode
 from kvstrata.storage.records import Block
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 
@@ -125,3 +129,20 @@ def make_node() -> Iterator[Callable[..., Node]]:
     for one in made:
         one.state.check()
         one.arena.close()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[StorageNode]:
+    """A node that serves on TCP, a unix socket and HTTP, in this process, without a master."""
+    one = StorageNode(StorageConfig((), "127.0.0.1:0", "127.0.0.1:0", tmp_path / "node", 8 << 20, slab_bytes=1 << 20))
+    one.start()
+    yield one
+    one.stop()
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Poll; fails when the condition does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
