@@ -95,5 +95,7 @@ class Loops:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop all, last added first, within ``timeout_s`` in all."""
         deadline = time.monotonic() + timeout_s
+        for loop in self._loops:
+            loop.stop(0.0)  # all are told first, so that they end side by side
         for loop in reversed(self._loops):
             loop.stop(max(0.0, deadline - time.monotonic()))
