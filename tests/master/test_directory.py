@@ -164,7 +164,7 @@ class AgainstOracle(RuleBasedStateMachine):
 
 
 TestAgainstOracle = AgainstOracle.TestCase
-TestAgainstOracle.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestAgainstOracle.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
 
 TABLE = TableKey(0, 0, "tenant")
 
