@@ -39,12 +39,13 @@ def test_named_calls(stub: Any, node: Make, wires: Any) -> None:
     assert stub.LookupBlocks(control.NamedLookup(spec=spec, hashes=holder.blocks)).hit_blocks == 0
 
 
-def test_listings(stub: Any, node: Make, client: Any, wires: Any) -> None:
+def test_listings(stub: Any, node: Make, client: Any, wires: Any, master: Master, closing: Make) -> None:
     holder = node("a")
     holder.blocks = os.urandom(32)
     holder.attach()
     holder.change(add=os.urandom(16), salt="tenant")
     holder.say(status=control.NodeStatus(dram_bytes_used=5, dram_bytes_free=6, loop_age_seconds={"x": 0.5}))
+    closing(wires.client(master.endpoints.channel, role="heartbeat"))
     client.lookup(os.urandom(16))
     holder.change()  # the status before it has been taken in
     (row,) = stub.ListNodes(pb.Empty()).nodes
@@ -126,6 +127,21 @@ def test_long_snapshots_arrive_whole(node: Make, client: Any, stub: Any) -> None
     holder.attach()
     assert client.lookup(holder.blocks[: 16 * 65536]).hit_blocks == 65536
     assert stub.Health(pb.Empty()).blocks == 70_000
+
+
+def test_blocks_asked_are_hits_and_misses_by_reason(master: Master, node: Make, client: Any) -> None:
+    shards = [Namespace("tp2", 4096, 16, shard=shard, shard_count=2) for shard in range(2)]
+    blocks = os.urandom(16 * 5)
+    holder = node("a").attach()
+    holder.change(add=blocks[: 16 * 4], ns=shards[0])
+    holder.change(add=blocks[: 16 * 3], ns=shards[1])
+    client.open(shards[0])
+    client.lookup(blocks)
+    value = master.hub.metrics.registry.get_sample_value
+    assert value("kvstrata_master_blocks_asked_total") == 5
+    assert value("kvstrata_master_block_hits_total", {"tier": "dram"}) == 3
+    assert value("kvstrata_master_block_misses_total", {"reason": "shard_missing"}) == 1
+    assert value("kvstrata_master_block_misses_total", {"reason": "absent"}) == 1
 
 
 def test_http(master: Master, node: Make, client: Any) -> None:

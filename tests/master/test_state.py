@@ -449,6 +449,15 @@ def test_a_node_that_could_not_remove_is_asked_again() -> None:
     assert any(isinstance(c, m.SendRemove) and c.session == again for c in world.commands)
 
 
+def test_nobody_waits_for_a_node_that_stopped_on_purpose_and_kept_nothing() -> None:
+    world = World()
+    world.tell(m.Detach(world.up(1)))
+    assert world.state.tombstones.unconfirmed(world.remove(1).command) == []
+    session = world.attach(ssd_bytes=1 << 30)
+    world.tell(m.Detach(session))
+    assert world.state.tombstones.unconfirmed(world.remove(1).command) == ["n"]
+
+
 def test_command_numbers_are_not_reused() -> None:
     world = World(Saved(last_command=41))
     assert world.remove(1).command == 42

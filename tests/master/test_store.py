@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.master.hub import Hub
 from kvstrata.master.journal import PENDING_MAX, Journal
 from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
 from kvstrata.master.state import Saved
@@ -77,6 +79,7 @@ def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s")
     with pytest.raises(OverflowError):
         store.save([NODE, SaveNode("n2", 1 << 70, 0, False)])
+    store.save([])  # what was begun has been rolled back, whatever broke it
     with pytest.raises(Unavailable):
         store.save([NODE, SaveNode(None, 1, 1, False)])  # type: ignore[arg-type]
     assert store.load().nodes == ()
@@ -207,6 +210,36 @@ def test_whatever_the_store_refused_the_last_version_of_each_row_gets_in(steps: 
     stones = {write.command: write for write, _ in steps if isinstance(write, SaveTombstone)}
     assert {node.node_id: node for node in saved.nodes} == nodes
     assert set(saved.tombstones) == {stone for stone in stones.values() if stone.waiting}
+    store.close()
+
+
+def test_a_row_that_changes_while_it_is_written_is_written_again() -> None:
+    newer = SaveNode("n1", 2, 2, gone=True)
+
+    class SlowStore(SqliteStore):
+        def save(self, writes: Iterable[Save]) -> None:
+            super().save(writes)
+            if journal_of:
+                journal_of.pop().add([newer])
+
+    store = SlowStore(None)
+    journal = Journal(store)
+    journal_of = [journal]
+    journal.add([NODE])
+    assert journal.flush() and store.load().nodes == (NODE,)
+    assert journal.flush() and store.load().nodes == (newer,)
+    store.close()
+
+
+def test_a_removal_that_cannot_be_remembered_for_an_absent_node_says_so() -> None:
+    store = RefusingStore(None)
+    store.save([SaveNode("away", 1, 1 << 30, gone=False)])
+    hub = Hub(store, random.Random(0), grace_s=0.0)
+    opened = hub.named(NS)
+    assert hub.remove(opened, "", bytes(32), deadline_s=0.0).unreached == ["away"]
+    store.refuses = True
+    with pytest.raises(Unavailable, match="away may not learn of it"):
+        hub.remove(opened, "", bytes(32), deadline_s=0.0)
     store.close()
 
 
