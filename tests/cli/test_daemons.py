@@ -26,7 +26,7 @@ Start = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a command, wait for its ready line; whatever is left is killed by pid."""
+    """Start a command, wait for its ready line; whatever is left at the end is told to go, then killed, by pid."""
     children: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
@@ -39,9 +39,13 @@ def start() -> Iterator[Start]:
 
     yield begin
     for child in children:
-        if child.poll() is None:
+        child.terminate()
+    for child in children:
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
             child.kill()
-        child.wait(10)
+            child.wait(10)
         if child.stdout is not None:
             child.stdout.close()
 
