@@ -35,6 +35,8 @@ MOVED_AT_ONCE: Final = 1 << 16
 #: old entry, and room for a third as many new ones, the old slots are through long before the new are full.
 MOVED_MIN: Final = 1 << 11
 MOVED_PER_KEY: Final = 8
+#: Doublings tried for a key that finds no place; each has its own secret, so that one nearly always does.
+SPREADS_MAX: Final = 6
 
 
 def fold(packed: bytes | memoryview, hash_bytes: int) -> Keys:
@@ -221,13 +223,14 @@ class Table:
     def _spread(self) -> None:
         """A key found no place within reach: move to more slots, under another secret, at once."""
         crowded, capacity = self._slots, self.capacity
-        while True:
+        for _ in range(SPREADS_MAX):
             capacity *= 2
             roomy = SlotArray(capacity)
             strides = (crowded.entries(start, start + STRIDE)[:2] for start in range(0, crowded.capacity, STRIDE))
             if all(not roomy.insert(keys, values)[1].size for keys, values in strides):
                 self._slots = roomy
                 return
+        raise MemoryError(f"{self.live} keys do not fit {capacity} slots: their hashes are not spread")
 
 
 def _values_at(slots: SlotArray, where: Slots) -> Values:
