@@ -101,7 +101,7 @@ class Writer:
         if in_flight.any():
             hint = self._recent.find(offered.namespace, offered.salt, offered.hashes)
             if hint is not None:
-                return np.where(in_flight, np.uint8(PlaceState.PRESENT), placed.states)
+                return np.where(in_flight & (hint[0] != 0), np.uint8(PlaceState.PRESENT), placed.states)
         return placed.states
 
     def _any_node(self, placed: Placed) -> bool:
