@@ -13,7 +13,8 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
 from kvstrata.proto.errors import InvalidArgument, KVError, Refused, Unavailable
-from kvstrata.transfer.channel import Connection, Identity
+from kvstrata.transfer.connection import Connection
+from kvstrata.transfer.identity import Identity
 
 CALL_S: Final = 5.0
 MESSAGE_BYTES_MAX: Final = 64 << 20

@@ -38,7 +38,8 @@ from kvstrata.client.writing import Offered, Writer
 from kvstrata.proto.errors import Closed, InvalidArgument, KVError, Refused
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Verify
-from kvstrata.transfer.channel import CONNECT_S, SILENCE_S, Identity, boot_id
+from kvstrata.transfer.connection import CONNECT_S, SILENCE_S
+from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.loops import Loop
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.select import TransportChoice

@@ -19,8 +19,10 @@ from kvstrata.proto.keys import HASHES_MAX, Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint
-from kvstrata.transfer.channel import Channel, Identity, expect, parse_address
+from kvstrata.transfer.channel import Channel
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Late
+from kvstrata.transfer.identity import Identity, parse_address
 
 log = get_logger(__name__)
 

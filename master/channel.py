@@ -15,9 +15,11 @@ from kvstrata.proto.errors import Refused
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import SOFTWARE, boot_id, expect
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
-from kvstrata.transfer.server import Handler, Reply, ServerConnection, Session
+from kvstrata.transfer.identity import SOFTWARE, boot_id
+from kvstrata.transfer.server import Handler, Reply
+from kvstrata.transfer.sessions import ServerConnection, Session
 
 log = get_logger(__name__)
 

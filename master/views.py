@@ -11,9 +11,9 @@ from kvstrata.master.liveness import NodeState
 from kvstrata.master.nodes import Node
 from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
-from kvstrata.transfer.channel import SOFTWARE
+from kvstrata.transfer.identity import SOFTWARE
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.server import Session
+from kvstrata.transfer.sessions import Session
 
 
 class Views:

@@ -21,7 +21,8 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.outbox import ATTACH_S, Outbox
 from kvstrata.storage.state import NodeState
-from kvstrata.transfer.channel import Connection, Identity
+from kvstrata.transfer.connection import Connection
+from kvstrata.transfer.identity import Identity
 
 log = get_logger(__name__)
 

@@ -25,7 +25,8 @@ from kvstrata.storage.slab import GENERATION_BYTES
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.writes import WriteHandlers
 from kvstrata.transfer.frames import FDS_MAX, Frame
-from kvstrata.transfer.server import Handler, Reply, ServerConnection, Session
+from kvstrata.transfer.server import Handler, Reply
+from kvstrata.transfer.sessions import ServerConnection, Session
 
 
 class NodeChannel:

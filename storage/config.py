@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
-from kvstrata.transfer.channel import parse_address
+from kvstrata.transfer.identity import parse_address
 
 #: Left for everything else of the process and the machine.
 MEMORY_SPARE_BYTES: Final = 64 << 20

@@ -10,11 +10,12 @@ Run as ``python -m kvstrata.storage.heartbeat PAGE_FD PARENT_PID`` with one JSON
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import io
 import json
 import mmap
 import os
+import select
 import signal
 import struct
 import sys
@@ -26,7 +27,8 @@ from typing import Final
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.identity import Identity
 
 PERIOD_S: Final = 1.0
 ANSWER_S: Final = 1.0
@@ -96,14 +98,15 @@ class Beater:
 
 def main(page_fd: int, parent: int) -> None:
     """Beat until told to quit, or until the parent is gone."""
-    _follow(parent)
-    task = Task.parse(sys.stdin.readline())
+    signals = _follow(parent)
+    orders = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115  it is for life
+    task = Task.parse(orders.readline().decode())
     page = mmap.mmap(page_fd, PAGE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     dying = threading.Event()
     beaters = [Beater(task, master, page, dying) for master in task.masters]
     for beater in beaters:
         beater.thread.start()
-    if _quit_or_death(parent):
+    if _told_to_quit(orders, signals, parent):
         return
     dying.set()
     until = time.monotonic() + LAST_WORDS_S
@@ -111,25 +114,31 @@ def main(page_fd: int, parent: int) -> None:
         beater.thread.join(max(0.0, until - time.monotonic()))
 
 
-def _follow(parent: int) -> None:
-    """Wake up when the parent dies, though somebody else may hold its end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent says when to quit
+def _follow(parent: int) -> int:
+    """Have a signal sent when the parent dies, though somebody else may hold its end of the pipe.
 
-    def on_signal(number: int, _: object) -> None:
-        if os.getppid() != parent:
-            raise EOFError("the parent is gone")
-
-    signal.signal(signal.SIGTERM, on_signal)
+    Returns a descriptor that becomes readable with each signal.
+    """
+    signals, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    # Both may also go to the whole group of a terminal or a container: the parent says when to quit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         raise SystemExit("the parent was gone before this began")
+    return signals
 
 
-def _quit_or_death(parent: int) -> bool:
+def _told_to_quit(orders: io.RawIOBase, signals: int, parent: int) -> bool:
     """Block until the parent says quit (True) or has died (False)."""
-    with contextlib.suppress(EOFError):
-        return sys.stdin.readline().strip() == "quit"
-    return False
+    while True:
+        ready, _, _ = select.select([orders.fileno(), signals], [], [])
+        if orders.fileno() in ready:
+            return orders.readline().strip() == b"quit"
+        os.read(signals, 64)
+        if os.getppid() != parent:
+            return False
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.sidecar import Sidecar
 from kvstrata.storage.state import NodeState
-from kvstrata.transfer.channel import SOFTWARE, boot_id
+from kvstrata.transfer.identity import SOFTWARE, boot_id
 from kvstrata.transfer.loops import Loop, Loops
-from kvstrata.transfer.server import ChannelServer, Session
+from kvstrata.transfer.server import ChannelServer
+from kvstrata.transfer.sessions import Session
 
 log = get_logger(__name__)
 

@@ -15,7 +15,8 @@ from kvstrata.storage.messages import parsed, reply, u64s
 from kvstrata.storage.receiver import runs
 from kvstrata.storage.state import Acquired, NodeState
 from kvstrata.transfer.frames import Frame
-from kvstrata.transfer.server import Handler, Reply, ServerConnection
+from kvstrata.transfer.server import Handler, Reply
+from kvstrata.transfer.sessions import ServerConnection
 
 
 class ReadHandlers:

@@ -8,7 +8,7 @@ from typing import Final
 import xxhash
 
 from kvstrata.storage.records import Block
-from kvstrata.transfer.server import ServerConnection
+from kvstrata.transfer.sessions import ServerConnection
 
 #: Neighbouring slots are received as one buffer of at most this, and hashed while it is in cache.
 RECEIVE_BYTES: Final = 1 << 20

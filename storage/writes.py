@@ -21,7 +21,8 @@ from kvstrata.storage.records import Reservation
 from kvstrata.storage.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 from kvstrata.transfer.frames import Frame
-from kvstrata.transfer.server import Handler, Reply, ServerConnection
+from kvstrata.transfer.server import Handler, Reply
+from kvstrata.transfer.sessions import ServerConnection
 
 _ABORTED = int(BlockStatus.ABORTED)
 _CORRUPT = int(BlockStatus.CORRUPT)

@@ -145,8 +145,8 @@ class FrameStream:
 
     # ------------------------------------------------------------------ reading
 
-    def receive(self, deadline: float | None = None) -> Frame:
-        """Read the next header and message.
+    def receive(self, deadline: float | None = None, *, within_s: float | None = None) -> Frame:
+        """Read the next header and message; once begun it must be whole ``within_s`` later.
 
         Raises :class:`Silence` when nothing arrived within the silence bound, :class:`Unavailable`
         at end of stream or past ``deadline`` (monotonic seconds), :class:`ProtocolError` on garbage.
@@ -155,8 +155,12 @@ class FrameStream:
             raise ProtocolError(f"{self.raw_left} raw bytes of the last frame were not read")
         while self._end - self._start < wire.HEADER_BYTES:
             self._fill(deadline)
+            if deadline is None and within_s is not None and self._end - self._start < wire.HEADER_BYTES:
+                deadline = time.monotonic() + within_s
         header = wire.decode_header(self._buffer, self._start)
         self._start += wire.HEADER_BYTES
+        if deadline is None and within_s is not None and self._end - self._start < header.message_bytes:
+            deadline = time.monotonic() + within_s
         message = self._take(header.message_bytes, deadline)
         self.raw_left = header.raw_bytes
         return Frame(header.kind, header.request, message, header.raw_bytes)

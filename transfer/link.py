@@ -17,8 +17,10 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Push, StatusArray
-from kvstrata.transfer.channel import Channel, Identity, expect
+from kvstrata.transfer.channel import Channel
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Disconnected, Late
+from kvstrata.transfer.identity import Identity
 
 #: Leases handed back in one message.
 RELEASES_MAX: Final = 4096

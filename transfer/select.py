@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.transfer.base import Endpoint, Peer, Transport
-from kvstrata.transfer.channel import Identity
 from kvstrata.transfer.faults import Faults, FaultyTransport
+from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport

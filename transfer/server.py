@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import select
 import socket
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,20 +24,18 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.errors import ConfigError, KVError, ProtocolError, Unavailable, VersionMismatch
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.channel import parse_address
-from kvstrata.transfer.frames import Frame, FrameStream, Silence
+from kvstrata.transfer.frames import Frame, Silence
+from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, SessionBook
 
 log = get_logger(__name__)
 
 CONNECTIONS_MAX: Final = 2048
-#: No progress within a frame, or no reader for an answer, for this long ends a connection.
-STALL_S: Final = 5.0
 HELLO_S: Final = 5.0
 #: A whole header and message must arrive within this, however slowly they trickle.
 FRAME_S: Final = 20.0
 PROGRESS_S: Final = 0.1
-SO_PEERPIDFD: Final = 77
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,53 +47,6 @@ class Reply:
     raw: Sequence[memoryview] = ()
     fds: Sequence[int] = ()
     after: Callable[[], None] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """All connections of one client process. Ends when the last closes, or the process dies."""
-
-    key: bytes
-    hello: pb.Hello
-    pid: int = 0  #: as the kernel says (unix sockets), 0 when unknown
-    pidfd: int = -1
-    opened_at: float = field(default_factory=time.monotonic)
-    used_at: float = field(default_factory=time.monotonic)
-    requests: int = 0
-    connections: set[ServerConnection] = field(default_factory=set)
-    over: bool = False  #: set before ``ended`` is told; a handler that is still at work may look
-
-
-class ServerConnection:
-    """One accepted connection, as its handlers see it."""
-
-    def __init__(self, sock: socket.socket, *, local: bool) -> None:
-        self.stream = FrameStream(sock, STALL_S, passes_fds=local)
-        self.local = local
-        self.busy_since: float | None = None
-        self.session: Session | None = None
-
-    @property
-    def owner(self) -> Session:
-        """The session; handlers run after the hello only."""
-        assert self.session is not None
-        return self.session
-
-    def receive_raw(
-        self,
-        views: Sequence[memoryview],
-        deadline: float | None = None,
-        filled: Callable[[int], None] | None = None,
-    ) -> None:
-        """Fill ``views`` with the request's raw bytes; a stalled sender raises :class:`Unavailable`."""
-        try:
-            self.stream.receive_raw(views, deadline, filled)
-        except Silence as error:
-            raise Unavailable(f"the writer sent nothing for {STALL_S:.0f} s") from error
-
-    def progress(self) -> None:
-        """Tell the waiting peer that its request is being worked on."""
-        self.stream.send_if_idle(wire.Kind.PROGRESS)
 
 
 Handler = Callable[[ServerConnection, Frame], "Reply | None"]
@@ -118,19 +66,21 @@ class ChannelServer:
         loops: Loops,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.sessions: dict[bytes, Session] = {}
+        self.book = SessionBook(ended)
         self._handlers = dict(handlers)
         self._hello = hello
-        self._ended = ended
         self._lock = threading.Lock()
         self._connections: set[ServerConnection] = set()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[Path] = []
         self._stopping = False
-        self._deaths = select.epoll()
-        self._watched: dict[int, Session] = {}
         loops.add(Loop("channel-progress", PROGRESS_S, self._send_progress))
-        loops.add(Loop("session-deaths", 0.0, self._watch_deaths, bound_s=5.0))
+        loops.add(Loop("session-deaths", 0.0, self.book.watch_deaths, bound_s=5.0))
+
+    @property
+    def sessions(self) -> dict[bytes, Session]:
+        """Live sessions by their key."""
+        return self.book.sessions
 
     # ------------------------------------------------------------------ listening
 
@@ -216,7 +166,9 @@ class ChannelServer:
             self.counts["refused_hellos"] += 1
             self._try_fail(connection, 0, error)
         finally:
-            self._leave(connection)
+            with self._lock:
+                self._connections.discard(connection)
+            self.book.leave(connection)
             connection.stream.close()
 
     def _greet(self, connection: ServerConnection) -> None:
@@ -232,7 +184,7 @@ class ChannelServer:
             )
         if len(hello.session) != 16:
             raise ProtocolError("a session id has 16 bytes")
-        answer = self._hello(self._join(connection, hello))
+        answer = self._hello(self.book.join(connection, hello))
         answer.protocol = min(hello.protocol, wire.PROTOCOL)
         connection.stream.send(wire.Kind.HELLO_OK, frame.request, answer.SerializeToString())
 
@@ -271,7 +223,7 @@ class ChannelServer:
         stream = connection.stream
         while True:
             try:
-                return stream.receive()
+                return stream.receive(within_s=FRAME_S)
             except Silence:
                 if stream.mid_frame() or self._stopping:
                     raise
@@ -287,60 +239,6 @@ class ChannelServer:
         message = pb.Failure(code=type(error).__name__, message=str(error)).SerializeToString()
         with contextlib.suppress(Unavailable):
             connection.stream.send(wire.Kind.FAILURE, request, message)
-
-    # ------------------------------------------------------------------ sessions
-
-    def _join(self, connection: ServerConnection, hello: pb.Hello) -> Session:
-        pid, pidfd = _peer_process(connection) if connection.local else (0, -1)
-        with self._lock:
-            session = self.sessions.get(hello.session)
-            if session is None:
-                session = self.sessions[hello.session] = Session(hello.session, hello)
-            session.connections.add(connection)
-            connection.session = session
-            watch = pidfd >= 0 and session.pidfd < 0
-            if watch:
-                session.pid, session.pidfd = pid, pidfd
-                self._watched[pidfd] = session
-                self._deaths.register(pidfd, select.EPOLLIN)
-        if pidfd >= 0 and not watch:
-            os.close(pidfd)
-        return session
-
-    def _leave(self, connection: ServerConnection) -> None:
-        session = connection.session
-        with self._lock:
-            self._connections.discard(connection)
-            if session is None:
-                return
-            session.connections.discard(connection)
-            over = not session.connections and self.sessions.get(session.key) is session
-            if over:
-                self._forget(session)
-        if over:
-            self._ended(session)
-
-    def _forget(self, session: Session) -> None:
-        session.over = True
-        del self.sessions[session.key]
-        if session.pidfd >= 0:
-            self._watched.pop(session.pidfd, None)
-            self._deaths.unregister(session.pidfd)
-            os.close(session.pidfd)
-            session.pidfd = -1
-
-    def _watch_deaths(self) -> None:
-        """End the sessions of processes that died, though a forked child may hold their sockets."""
-        for fd, _ in self._deaths.poll(0.25):
-            with self._lock:
-                session = self._watched.get(fd)
-                connections = list(session.connections) if session else []
-                if session is not None:
-                    self._forget(session)
-            if session is not None:
-                self._ended(session)
-            for connection in connections:
-                connection.stream.close()
 
     def _send_progress(self) -> None:
         due = time.monotonic() - PROGRESS_S * 0.9
@@ -376,22 +274,6 @@ def _decode(message: type[pb.Hello], frame: Frame) -> pb.Hello:
         return message.FromString(frame.message)
     except DecodeError as error:
         raise ProtocolError("a hello that does not decode") from error
-
-
-def _peer_process(connection: ServerConnection) -> tuple[int, int]:
-    """(pid, pidfd) of a unix peer; pid 0 or pidfd -1 when the kernel will not say."""
-    sock = connection.stream.sock
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if pid <= 0:
-        return 0, -1
-    try:
-        return pid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
-        pass  # before Linux 6.5: by number, which is only safe while the peer is connected, as it is now
-    try:
-        return pid, os.pidfd_open(pid)
-    except OSError:
-        return pid, -1
 
 
 def _keep_alive(sock: socket.socket) -> None:

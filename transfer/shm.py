@@ -22,10 +22,11 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import SLOT_ROW, BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed, StatusArray
-from kvstrata.transfer.channel import Identity, boot_id, expect
 from kvstrata.transfer.checksums import Sampler, block_checksum, checksums
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.copier import copy_into, copy_one
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
+from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.slabs import SlabMap

@@ -13,8 +13,9 @@ import numpy as np
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ProtocolError
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.frames import FDS_MAX, Disconnected
+from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 
 MAP_S: Final = 2.0

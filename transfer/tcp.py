@@ -22,9 +22,10 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Push, Pushed, StatusArray
-from kvstrata.transfer.channel import Connection, Identity, expect
 from kvstrata.transfer.checksums import block_checksum, checksums
+from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
+from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.regions import BlockView, Region
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, Unavailable
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import expect
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import uvicorn
 
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.channel import parse_address
+from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.server import bind_advice
 
 if TYPE_CHECKING:

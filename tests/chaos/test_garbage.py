@@ -22,7 +22,7 @@ from kvstrata.client.admin import AdminClient
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Identity
+from kvstrata.transfer.identity import Identity
 
 ROUNDS = 40
 CONNECT_S = 10.0

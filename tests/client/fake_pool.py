@@ -17,11 +17,13 @@ from kvstrata.proto.keys import Namespace, split_hashes
 from kvstrata.proto.status import BlockStatus, PlaceState
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed
-from kvstrata.transfer.channel import Identity, boot_id, expect
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
+from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.regions import BlockView, Region
-from kvstrata.transfer.server import ChannelServer, Reply, ServerConnection, Session
+from kvstrata.transfer.server import ChannelServer, Reply
+from kvstrata.transfer.sessions import ServerConnection, Session
 
 Key = tuple[Namespace, str, bytes]
 

@@ -23,7 +23,8 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc, wire
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.identity import Identity
 
 NS = Namespace("model", block_bytes=1 << 20, block_tokens=16)
 ANSWER_S = 10.0

@@ -25,7 +25,8 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.base import Endpoint, Fetch, Peer, Push
-from kvstrata.transfer.channel import Connection, Identity, boot_id, expect
+from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region, shareable
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
@@ -322,7 +323,8 @@ import subprocess, sys, time
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Connection, Identity, expect
+from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.identity import Identity
 c = Connection.open("unix:" + sys.argv[1], Identity.new(), silence_s=2.0)
 spec = pb.OpenNamespace(spec=Namespace("model", 5000, 16).to_spec()).SerializeToString()
 h = expect(pb.NamespaceHandle, c.call(Kind.OPEN_NAMESPACE, spec), Kind.NAMESPACE_HANDLE).handle

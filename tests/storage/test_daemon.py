@@ -26,7 +26,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.base import Endpoint, Fetch, Push
-from kvstrata.transfer.channel import Identity, boot_id
+from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport

@@ -15,10 +15,11 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.identity import NodeIdentity
 from kvstrata.storage.sidecar import Sidecar
-from kvstrata.transfer.channel import expect
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.server import ChannelServer, Reply, ServerConnection
+from kvstrata.transfer.server import ChannelServer, Reply
+from kvstrata.transfer.sessions import ServerConnection
 
 from .conftest import until
 

@@ -11,7 +11,8 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.server import ChannelServer, Handler, Reply, ServerConnection, Session
+from kvstrata.transfer.server import ChannelServer, Handler, Reply
+from kvstrata.transfer.sessions import ServerConnection, Session
 
 
 class Running:

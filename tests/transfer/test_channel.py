@@ -27,9 +27,13 @@ from kvstrata.proto.errors import (
     VersionMismatch,
 )
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.channel import Channel, Connection, Identity, parse_address
+from kvstrata.transfer import server as server_module
+from kvstrata.transfer.channel import Channel
+from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.frames import Disconnected, Frame, Late, Silent
-from kvstrata.transfer.server import Reply, ServerConnection
+from kvstrata.transfer.identity import Identity, parse_address
+from kvstrata.transfer.server import Reply
+from kvstrata.transfer.sessions import ServerConnection
 
 Serve = Callable[..., Any]
 
@@ -398,3 +402,19 @@ def test_a_refusal_near_the_deadline_leaves_the_silence_bound_as_it_was(serve: S
         channel.call(Kind.RESERVE, b"", soon(0.05))
     assert channel.call(Kind.COMMIT, b"", soon()).kind == Kind.OK
     channel.close()
+
+
+def test_a_frame_that_trickles_ends_its_connection(serve: Serve, me: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, the frame does not: a sender must not hold a thread for ever."""
+    monkeypatch.setattr(server_module, "FRAME_S", 0.5)
+    running = serve()
+    sock = socket.create_connection(_where(running.address), timeout=10)
+    sock.sendall(_frame(Kind.HELLO, me.hello().SerializeToString()))
+    _read_frame(sock)
+    ends = soon(10)
+    with pytest.raises(ConnectionError):
+        for byte in _frame(Kind.PING, b"x" * 5000):
+            assert time.monotonic() < ends, "still served"
+            sock.sendall(bytes([byte]))
+            time.sleep(0.01)
+    sock.close()

@@ -1,0 +1,200 @@
+"""One connection of the framed channel, connecting side: hello, then one request at a time.
+
+The peer sends progress frames while it works, so silence for ``silence_s`` means that it is dead, stopped
+or cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import wire
+from kvstrata.proto.errors import ProtocolError, Unavailable, from_code
+from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
+from kvstrata.transfer.identity import Identity, parse_address
+
+SILENCE_S: Final = 0.25
+CONNECT_S: Final = 0.25
+#: An answer is polled for this long before the thread sleeps: waking up costs more than most answers take.
+SPIN_S: Final = 50e-6
+
+M = TypeVar("M", bound=Message)
+
+
+def expect(message: type[M], frame: Frame, kind: int) -> M:
+    """Decode a frame's message; raises :class:`ProtocolError` for another kind or garbage."""
+    if frame.kind != kind:
+        raise ProtocolError(f"expected a frame of kind {wire.Kind(kind).name}, got {wire.Kind(frame.kind).name}")
+    try:
+        return message.FromString(frame.message)
+    except DecodeError as error:
+        raise ProtocolError(f"a {wire.Kind(kind).name} message that does not decode") from error
+
+
+class Connection:
+    """One connection after its hello. Not thread-safe: its holder has it alone."""
+
+    def __init__(self, stream: FrameStream, silence_s: float) -> None:
+        self.stream = stream
+        self.hello = pb.HelloOk()
+        self.silence_s = silence_s
+        self.broken = False
+        self.spins = (os.cpu_count() or 1) > 1 and not stream.passes_fds  # spinning reads take no descriptors
+        self._request = 0
+        _open_connections.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        identity: Identity,
+        *,
+        silence_s: float = SILENCE_S,
+        connect_s: float = CONNECT_S,
+        passes_fds: bool = False,
+    ) -> Connection:
+        """Connect and say hello, within ``connect_s`` + ``silence_s``.
+
+        Raises :class:`Unavailable`, or the peer's refusal (:class:`VersionMismatch`, ...).
+        """
+        family, where = parse_address(address)
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(connect_s)
+            sock.connect(where)
+            stream = FrameStream(sock, silence_s, passes_fds=passes_fds)
+        except TimeoutError as error:
+            sock.close()
+            raise Silent(f"no answer from {address} for {connect_s * 1e3:.0f} ms") from error
+        except OSError as error:
+            sock.close()
+            raise Disconnected(f"cannot connect to {address}: {error.strerror or error}") from error
+        connection = cls(stream, silence_s)
+        try:
+            reply = connection.call(wire.Kind.HELLO, identity.hello().SerializeToString())
+            connection.hello = expect(pb.HelloOk, reply, wire.Kind.HELLO_OK)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def call(
+        self,
+        kind: int,
+        message: bytes,
+        deadline: float | None = None,
+        *,
+        raw: Sequence[memoryview] = (),
+        fds: Sequence[int] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Frame:
+        """Send one request and read its answer; raw bytes of the answer stay in ``stream``.
+
+        ``meanwhile`` runs between the two, while the peer is at work. Raises :class:`Unavailable` on
+        silence, a broken connection or a passed ``deadline`` (monotonic seconds), and whatever error
+        a Failure frame names.
+        """
+        self._request = (self._request + 1) & 0xFFFFFFFF
+        left = self.silence_s if deadline is None else deadline - time.monotonic()
+        if left < self.silence_s:
+            return self._call_shortly(kind, message, left, raw, fds)
+        try:
+            self.stream.send(kind, self._request, message, raw, fds)
+            if meanwhile is not None:
+                meanwhile()
+            elif self.spins and not raw:
+                self.stream.spin(SPIN_S)
+            return self._answer(deadline)
+        except Silence as error:
+            raise self._silent() from error
+        except (Disconnected, Silent, Late, ProtocolError):
+            self.broken = True
+            raise
+
+    def tell(self, kind: int, message: bytes) -> None:
+        """Send a one-way frame."""
+        try:
+            self.stream.send(kind, 0, message)
+        except Unavailable:
+            self.broken = True
+            raise
+
+    def receive_raw(
+        self,
+        views: Sequence[memoryview],
+        deadline: float | None = None,
+        filled: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill ``views`` with the last answer's raw bytes; silence counts as in :meth:`call`."""
+        try:
+            self.stream.receive_raw(views, deadline, filled)
+        except Silence as error:
+            raise self._silent() from error
+        except (Disconnected, Silent, Late, ProtocolError):
+            self.broken = True
+            raise
+
+    def _silent(self) -> Silent:
+        self.broken = True
+        return Silent(f"silent for {self.silence_s * 1e3:.0f} ms")
+
+    def _call_shortly(
+        self, kind: int, message: bytes, left_s: float, raw: Sequence[memoryview], fds: Sequence[int]
+    ) -> Frame:
+        """A call whose deadline is nearer than the silence bound: running out says nothing of the peer."""
+        if left_s <= 0:
+            raise Late("the deadline passed before the request was sent")
+        self.stream.set_silence(left_s)
+        try:
+            self.stream.send(kind, self._request, message, raw, fds)
+            return self._answer(time.monotonic() + left_s)  # progress frames do not stretch it
+        except (Silence, Silent) as error:
+            self.broken = True
+            raise Late(f"no answer within the {left_s * 1e3:.0f} ms that were left") from error
+        except (Disconnected, Late, ProtocolError):
+            self.broken = True
+            raise
+        finally:
+            if not self.broken:  # also after a refusal: the connection goes on to other calls
+                self.stream.set_silence(self.silence_s)
+
+    def _answer(self, deadline: float | None) -> Frame:
+        while True:
+            frame = self.stream.receive(deadline)
+            if frame.request == self._request and frame.kind != wire.Kind.FAILURE:
+                return frame
+            if frame.kind == wire.Kind.PROGRESS:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise Late("still at work when the deadline passed")
+                continue
+            if frame.kind == wire.Kind.FAILURE:
+                failure = expect(pb.Failure, frame, wire.Kind.FAILURE)
+                raise from_code(failure.code, failure.message)
+            raise ProtocolError(f"answer to request {frame.request}, expected {self._request}")
+
+    def close(self) -> None:
+        self.broken = True
+        self.stream.close()
+
+
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child must not hold the parent's connections open: their end is the parent's death."""
+    for connection in list(_open_connections):
+        connection.broken = True
+        with contextlib.suppress(OSError):
+            os.close(connection.stream.sock.detach())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,60 @@
+"""Who connects, from where, to what address: what every hello says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import wire
+from kvstrata.proto.errors import InvalidArgument
+
+SOFTWARE: Final = "kvstrata 0.1.0"
+UNIX_PREFIX: Final = "unix:"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who connects: goes into every Hello. ``session`` is 16 random bytes for one client process."""
+
+    session: bytes
+    role: str = "client"
+    name: str = ""
+    ticket: bytes = b""
+
+    @classmethod
+    def new(cls, role: str = "client", name: str = "", ticket: bytes = b"") -> Identity:
+        return cls(os.urandom(16), role, name or f"{socket.gethostname()}:{os.getpid()}", ticket)
+
+    def hello(self) -> pb.Hello:
+        return pb.Hello(
+            protocol=wire.PROTOCOL,
+            protocol_min=wire.PROTOCOL_MIN,
+            software=SOFTWARE,
+            role=self.role,
+            session=self.session,
+            name=self.name,
+            host=socket.gethostname(),
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            ticket=self.ticket,
+        )
+
+
+def boot_id() -> str:
+    """This machine's boot id: two processes with the same one share a kernel."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """``HOST:PORT``, ``[v6]:PORT`` or ``unix:PATH``; raises :class:`InvalidArgument`."""
+    if address.startswith(UNIX_PREFIX):
+        return socket.AF_UNIX, address[len(UNIX_PREFIX) :]
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidArgument(f"address {address!r} is not HOST:PORT or unix:PATH")
+    host = host.removeprefix("[").removesuffix("]")
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))

@@ -1,0 +1,154 @@
+"""Sessions: all connections of one client process, and how its end is noticed.
+
+A session ends once: when its last connection closes, or when its process dies, though a forked child may
+still hold the sockets. On one host the kernel vouches for the process by a pidfd.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import wire
+from kvstrata.proto.errors import Unavailable
+from kvstrata.transfer.frames import FrameStream, Silence
+
+#: No progress within a frame, or no reader for an answer, for this long ends a connection.
+STALL_S: Final = 5.0
+DEATHS_S: Final = 0.25
+SO_PEERPIDFD: Final = 77
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """All connections of one client process. Ends when the last closes, or the process dies."""
+
+    key: bytes
+    hello: pb.Hello
+    pid: int = 0  #: as the kernel says (unix sockets), 0 when unknown
+    pidfd: int = -1
+    opened_at: float = field(default_factory=time.monotonic)
+    used_at: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    connections: set[ServerConnection] = field(default_factory=set)
+    over: bool = False  #: set before ``ended`` is told; a handler that is still at work may look
+
+
+class ServerConnection:
+    """One accepted connection, as its handlers see it."""
+
+    def __init__(self, sock: socket.socket, *, local: bool) -> None:
+        self.stream = FrameStream(sock, STALL_S, passes_fds=local)
+        self.local = local
+        self.busy_since: float | None = None
+        self.session: Session | None = None
+
+    @property
+    def owner(self) -> Session:
+        """The session; handlers run after the hello only."""
+        assert self.session is not None
+        return self.session
+
+    def receive_raw(
+        self,
+        views: Sequence[memoryview],
+        deadline: float | None = None,
+        filled: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill ``views`` with the request's raw bytes; a stalled sender raises :class:`Unavailable`."""
+        try:
+            self.stream.receive_raw(views, deadline, filled)
+        except Silence as error:
+            raise Unavailable(f"the writer sent nothing for {STALL_S:.0f} s") from error
+
+    def progress(self) -> None:
+        """Tell the waiting peer that its request is being worked on."""
+        self.stream.send_if_idle(wire.Kind.PROGRESS)
+
+
+class SessionBook:
+    """Who is connected. ``ended`` is told, once, of each session's end, outside the lock."""
+
+    def __init__(self, ended: Callable[[Session], None]) -> None:
+        self.sessions: dict[bytes, Session] = {}
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._deaths = select.epoll()
+        self._watched: dict[int, Session] = {}
+
+    def join(self, connection: ServerConnection, hello: pb.Hello) -> Session:
+        """Enter a connection that has said hello."""
+        pid, pidfd = _peer_process(connection) if connection.local else (0, -1)
+        with self._lock:
+            session = self.sessions.get(hello.session)
+            if session is None:
+                session = self.sessions[hello.session] = Session(hello.session, hello)
+            session.connections.add(connection)
+            connection.session = session
+            watch = pidfd >= 0 and session.pidfd < 0
+            if watch:
+                session.pid, session.pidfd = pid, pidfd
+                self._watched[pidfd] = session
+                self._deaths.register(pidfd, select.EPOLLIN)
+        if pidfd >= 0 and not watch:
+            os.close(pidfd)
+        return session
+
+    def leave(self, connection: ServerConnection) -> None:
+        """A connection has closed; with the last one its session ends."""
+        session = connection.session
+        if session is None:
+            return
+        with self._lock:
+            session.connections.discard(connection)
+            over = not session.connections and self.sessions.get(session.key) is session
+            if over:
+                self._forget(session)
+        if over:
+            self._ended(session)
+
+    def watch_deaths(self) -> None:
+        """End the sessions of processes that died; waits at most ``DEATHS_S``."""
+        for fd, _ in self._deaths.poll(DEATHS_S):
+            with self._lock:
+                session = self._watched.get(fd)
+                connections = list(session.connections) if session else []
+                if session is not None:
+                    self._forget(session)
+            if session is not None:
+                self._ended(session)
+            for connection in connections:
+                connection.stream.close()
+
+    def _forget(self, session: Session) -> None:
+        session.over = True
+        del self.sessions[session.key]
+        if session.pidfd >= 0:
+            self._watched.pop(session.pidfd, None)
+            self._deaths.unregister(session.pidfd)
+            os.close(session.pidfd)
+            session.pidfd = -1
+
+
+def _peer_process(connection: ServerConnection) -> tuple[int, int]:
+    """(pid, pidfd) of a unix peer; pid 0 or pidfd -1 when the kernel will not say."""
+    sock = connection.stream.sock
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if pid <= 0:
+        return 0, -1
+    try:
+        return pid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        pass  # before Linux 6.5: by number, which is only safe while the peer is connected, as it is now
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        return pid, -1
