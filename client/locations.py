@@ -6,10 +6,11 @@ A location code is u16: 0 absent, else 1 + 4 * index into ``nodes`` + tier. No P
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +158,17 @@ def _join_hits(parts: Iterable[tuple[int, int]]) -> int:
 
 Hint = tuple[U16, tuple[Endpoint, ...]]
 
+#: For so long a store may be news to the directory.
+NEWS_S: Final = 0.25
+
+
+class _Answer(NamedTuple):
+    """Where ``packed`` is; until ``news_until`` (monotonic seconds) this client knows better than a lookup."""
+
+    packed: bytes
+    hint: Hint
+    news_until: float
+
 
 class RecentLocations:
     """Where the last few answers of each tenant said blocks are, for the load that follows. Bounded.
@@ -165,18 +177,42 @@ class RecentLocations:
     what hangs in the table is never changed, only replaced.
     """
 
-    def __init__(self, tenants_max: int = TENANTS_MAX, answers_max: int = ANSWERS_MAX) -> None:
+    def __init__(
+        self,
+        tenants_max: int = TENANTS_MAX,
+        answers_max: int = ANSWERS_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tenants_max = tenants_max
         self._answers_max = answers_max
-        self._tenants: OrderedDict[tuple[Namespace, str], list[tuple[bytes, Hint]]] = OrderedDict()
+        self._clock = clock
+        self._tenants: OrderedDict[tuple[Namespace, str], list[_Answer]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def remember(self, namespace: Namespace, salt: str, packed: bytes, codes: U16, nodes: tuple[Endpoint, ...]) -> None:
-        """Keep an answer in front of older ones; one for the same hashes is replaced."""
-        key = (namespace, salt)
+    def remember(
+        self,
+        namespace: Namespace,
+        salt: str,
+        packed: bytes,
+        codes: U16,
+        nodes: tuple[Endpoint, ...],
+        *,
+        stored: bool = False,
+    ) -> None:
+        """Keep an answer in front of older ones; one for the same hashes is replaced.
+
+        ``stored``: it is where this client has just stored the blocks. For a moment the directory may not
+        have heard of them, so a lookup that shows them absent does not take the place of that knowledge.
+        """
+        key, now = (namespace, salt), self._clock()
         with self._lock:
-            kept = [pair for pair in self._tenants.pop(key, ()) if pair[0] != packed]
-            self._tenants[key] = [(packed, (codes, nodes)), *kept[: self._answers_max - 1]]
+            known = self._tenants.pop(key, [])
+            hint = (codes, nodes)
+            if not stored and not codes.all():
+                hint = _with_own_stores(hint, packed, [a for a in known if a.news_until > now], namespace.hash_bytes)
+            kept = [a for a in known if a.packed != packed or (not stored and a.news_until > now)]
+            answer = _Answer(packed, hint, now + NEWS_S if stored else 0.0)
+            self._tenants[key] = [answer, *kept[: self._answers_max - 1]]
             if len(self._tenants) > self._tenants_max:
                 self._tenants.popitem(last=False)
 
@@ -189,7 +225,7 @@ class RecentLocations:
         answers = self._tenants.get((namespace, salt))
         if answers is None:
             return None
-        for known, hint in answers:
+        for known, hint, _ in answers:
             if known == packed:
                 return hint
             if len(known) > len(packed):
@@ -197,6 +233,23 @@ class RecentLocations:
                 if start >= 0:
                     return hint[0][start : start + len(packed) // namespace.hash_bytes], hint[1]
         return None
+
+
+def _with_own_stores(hint: Hint, packed: bytes, stores: Sequence[_Answer], hash_bytes: int) -> Hint:
+    """``hint`` for ``packed``, its absent blocks filled in from what this client has just stored."""
+    codes, nodes = hint
+    for stored in stores:
+        inner, outer = sorted((packed, stored.packed), key=len)
+        start = 0 if inner == outer else _run_in(outer, inner, hash_bytes)
+        if start < 0 or not inner:
+            continue
+        count = len(inner) // hash_bytes
+        theirs = slice(start, start + count) if outer is stored.packed else slice(0, count)
+        ours = slice(start, start + count) if outer is packed else slice(0, count)
+        both, nodes = _join_codes([(codes, nodes), (stored.hint[0][theirs], stored.hint[1])])
+        codes = both[: len(codes)].copy()
+        codes[ours] = np.where(codes[ours] == 0, both[len(codes) :], codes[ours])
+    return codes, nodes
 
 
 def _run_in(known: bytes, packed: bytes, hash_bytes: int) -> int:

@@ -74,7 +74,7 @@ class Writer:
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
             codes = np.where(held, placed.codes, 0).astype(np.uint16)
-            self._recent.remember(offered.namespace, offered.salt, offered.hashes, codes, placed.nodes)
+            self._recent.remember(offered.namespace, offered.salt, offered.hashes, codes, placed.nodes, stored=True)
         return Pushed(status, moved)
 
     def _place(self, offered: Offered, status: npt.NDArray[np.uint8]) -> Placed | None:

@@ -14,6 +14,7 @@ from kvstrata.client.results import NO_TIER
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ProtocolError
 from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.base import Endpoint
 
 NAMES = ["n0", "n1", "n2"]
 code_lists = st.lists(st.integers(0, 12), max_size=50)
@@ -123,3 +124,27 @@ def test_the_memory_is_bounded_and_forgets() -> None:
     assert [recent.find(SPACE, salt, b"h" * 16) is None for salt in "xyz"] == [True, False, False]
     recent.forget(SPACE, "z")
     assert recent.find(SPACE, "z", b"h" * 16) is None
+
+
+def endpoint(name: str) -> Endpoint:
+    return Endpoint(name, 1, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (2, 4), (0, 2), (1, 3)])
+def test_a_lookup_that_lags_does_not_hide_what_was_just_stored(first: int, last: int) -> None:
+    """A store of [first, last) of a chain, then a lookup of all of it by a directory that has not heard."""
+    now = [0.0]
+    recent = RecentLocations(clock=lambda: now[0])
+    chain = [bytes([i]) * 16 for i in range(4)]
+    stored, whole = b"".join(chain[first:last]), b"".join(chain)
+    recent.remember(SPACE, "t", stored, np.ones(last - first, np.uint16), (endpoint("b"),), stored=True)
+    behind = np.array([1, 0, 0, 0], np.uint16)
+    recent.remember(SPACE, "t", whole, behind, (endpoint("a"),))
+    found = recent.find(SPACE, "t", whole)
+    assert found is not None
+    where = [found[1][(code - 1) >> 2].node_id if code else "" for code in found[0].tolist()]
+    assert where == ["a"] + ["b" if first <= i < last else "" for i in range(1, 4)]
+    now[0] = 1.0
+    recent.remember(SPACE, "t", whole, behind, (endpoint("a"),))
+    later = recent.find(SPACE, "t", whole)
+    assert later is not None and later[0].tolist() == behind.tolist(), "after a moment the directory is right"
