@@ -104,6 +104,8 @@ def test_a_sole_local_node_is_asked_first(client: Client, master: FakeMaster, no
     result = client.load(ns, "s", packed(3), target.blocks)
     assert result.loaded.all() and master.lookups == before + 1, "what the guess missed is looked up"
     assert (target.array == data).all() and not master.reports, "a wrong guess is no news to the directory"
+    nowhere = client.load(ns, "nobody", packed(1), Target(client, ns, 1).blocks)
+    assert nowhere.reasons == {"missing": 1}, "nobody had named the node: it was not evicted there"
 
 
 def test_an_evicted_block_is_reported_and_tried_once_more(
@@ -238,6 +240,19 @@ def test_what_this_client_stored_is_not_in_another_writers_flight(
     master.in_flight = set(split(packed(4)))  # the directory has not heard of the commit
     assert client.store(ns, "", packed(4), blocks).reasons == {"already_present": 4}
     assert client.store(ns, "u", packed(4), blocks).reasons == {"in_flight": 4}
+
+
+def test_only_what_this_client_holds_is_taken_for_present(
+    client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    blocks = client.register(rows_of(4)).rows(ns)
+    mine, theirs = split(packed(4))[0], split(packed(4))[2]
+    master.in_flight = {theirs}
+    assert client.store(ns, "", packed(4), blocks).status.tolist() == [S.STORED, S.STORED, S.IN_FLIGHT, S.STORED]
+    master.in_flight = {mine, theirs}
+    again = client.store(ns, "", packed(4), blocks)
+    assert again.status.tolist() == [S.ALREADY_PRESENT, S.ALREADY_PRESENT, S.IN_FLIGHT, S.ALREADY_PRESENT]
+    assert not any(theirs == key[2] for node in nodes.values() for key in node.blocks)
 
 
 def test_nowhere_is_full_or_lost(
