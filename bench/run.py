@@ -149,16 +149,16 @@ def main() -> int:
     for peer in options.peer:
         script = options.peers / "run.sh"
         steps.append((peer, lambda peer=peer, script=script: peer_round(results, script, peer, sizes)))  # type: ignore[misc]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
     for number in range(options.rounds):
         for name, step in steps:
             start = time.monotonic()
             step()
             print(f"round {number + 1}/{options.rounds} {name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-    rows = results.rows()
-    say(rows)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
-    options.out.write_text(json.dumps({"machine": machine, "rounds": options.rounds, "rows": rows}, indent=1))
+        rows = results.rows()
+        options.out.write_text(json.dumps({"machine": machine, "rounds": number + 1, "rows": rows}, indent=1))
+    say(results.rows())
     print(f"written: {options.out}", file=sys.stderr)
     return 0
 

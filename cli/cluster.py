@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvstrata.cli.relay import Relay
 from kvstrata.cli.replay.processes import READY_S, Child, command, ready_line
+from kvstrata.cli.replay.roster import Roster
 from kvstrata.proto.errors import ConfigError, KVError
 from kvstrata.proto.logs import get_logger
 
@@ -77,6 +78,9 @@ class Cluster:
                 self._launch(member)
             if not self._await(group, stopped):
                 return False
+        # A node serves before its master has heard of it: whoever reads the ready line may store at once.
+        assert master.facts is not None
+        Roster.with_nodes(str(master.facts["channel"]), len(nodes), READY_S)
         return True
 
     def ready(self) -> Facts:

@@ -9,6 +9,7 @@ their checksums and commit in the first. Memory the node can neither map nor rea
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -49,21 +50,21 @@ class ShmTransport:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._boot_id = boot_id()
-        self._peers: list[ShmPeer] = []
+        self._peers: weakref.WeakSet[ShmPeer] = weakref.WeakSet()
 
     def reaches(self, endpoint: Endpoint) -> bool:
         return bool(endpoint.unix_path) and endpoint.boot_id == self._boot_id and Path(endpoint.unix_path).exists()
 
     def connect(self, endpoint: Endpoint) -> ShmPeer:
         peer = ShmPeer(endpoint, self._identity)
-        self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def register(self, region: Region) -> None:
         """Nothing now: each node is told of a region when a store first names it."""
 
     def unregister(self, region: Region) -> None:
-        for peer in self._peers:
+        for peer in list(self._peers):
             peer.forget(region)
 
     def close(self) -> None:
