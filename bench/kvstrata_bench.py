@@ -29,8 +29,10 @@ def pool(dram: str = "4GiB") -> Iterator[str]:
         )
         try:
             assert process.stdout is not None
-            ready = json.loads(process.stdout.readline())
-            yield ready["master"] if isinstance(ready["master"], str) else ready["master"]["channel"]
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit("kvstrata dev did not start: its reason is above")
+            yield json.loads(line)["master"]
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(15)

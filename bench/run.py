@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import BATCH, LOOKUPS, SIZES, Round, summarise
 from rooflines import memcpy_round, socket_round
 
+SHARED_MEMORY = Path("/dev/shm")
 Key = tuple[str, str, int, int]
 PEER_OPS = {
     "put_batch_from": "store", "put_from": "store", "get_batch_into": "load", "get_into": "load",
