@@ -93,9 +93,12 @@ def roofline_round(results: Results, sizes: list[int]) -> None:
 def peer_round(results: Results, script: Path, peer: str, sizes: list[int]) -> None:
     """One run of a peer's driver; its lines are read, its failures are said."""
     env = {**os.environ, "SIZES": ",".join(map(str, sizes)), "BATCH": str(BATCH), "REPS": "3"}
+    before = set(SHARED_MEMORY.iterdir())
     done = subprocess.run(
         ["bash", str(script), peer], env=env, capture_output=True, text=True, timeout=900, check=False
     )
+    for left in set(SHARED_MEMORY.iterdir()) - before:  # some peers leave gigabytes behind
+        left.unlink(missing_ok=True)
     seen = 0
     for line in done.stdout.splitlines():
         if not line.startswith("{"):
