@@ -56,3 +56,10 @@ def receive(connection: ServerConnection, blocks: Sequence[Block], checksums: Se
 
     connection.receive_raw([view for view, _ in pieces], filled=filled)
     return wrong
+
+
+def mismatched(blocks: Sequence[Block], checksums: Sequence[int]) -> list[int]:
+    """Positions whose bytes, as they lie in their slots, do not match."""
+    size = blocks[0].shelf.entry.block_bytes
+    rows = enumerate(zip(blocks, checksums, strict=True))
+    return [i for i, (b, expected) in rows if _digest(b.slab.view[b.offset : b.offset + size]) != expected]

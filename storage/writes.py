@@ -16,7 +16,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage import regions
 from kvstrata.storage.messages import parsed, reply, u64s
-from kvstrata.storage.receiver import receive
+from kvstrata.storage.receiver import mismatched, receive
 from kvstrata.storage.records import Reservation
 from kvstrata.storage.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
@@ -154,9 +154,12 @@ class WriteHandlers:
         return _reserved(Reserved(got.status, None, got.delta_seq))
 
     def _pulled_and_committed(self, got: Reserved, granted: Sequence[int], checksums: Sequence[int]) -> Reply:
-        """The writer had hashed its bytes before it asked."""
+        """The writer had hashed its bytes before it asked, and may have given up and reused them since."""
         assert got.reservation is not None
-        done = self._finish(got.reservation, [checksums[i] for i in granted], None)
+        expected = [checksums[i] for i in granted]
+        with self._moving(got.reservation):
+            wrong = mismatched(got.reservation.blocks, expected)
+        done = self._received(got.reservation, expected, wrong)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status
         self._changed()
