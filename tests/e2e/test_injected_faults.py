@@ -15,6 +15,7 @@ from real_pool import RealPool, keys, payload, until
 
 from kvstrata.client import Client
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.transfer import shm
 from kvstrata.transfer.faults import Faults
 
 BLOCK_BYTES = 4096
@@ -93,3 +94,17 @@ def test_a_wrong_spelling_is_refused(text: str) -> None:
 
 def test_faults_repeat_with_their_seed() -> None:
     assert Faults.parse("lose=0.5,corrupt=0.25,seed=3") == Faults(lose=0.5, corrupt=0.25, seed=3)
+
+
+def test_bytes_that_changed_after_they_were_hashed_are_not_committed(
+    pool: RealPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that stood still may pull from a buffer its writer has given up on and reused."""
+    hashes = keys(4, "reused")
+    with Client(pool.address, transport="shm") as client:
+        ns = client.namespace("model/i", block_bytes=BLOCK_BYTES, block_tokens=16)
+        rows = client.register(payload(hashes, "", BLOCK_BYTES)).rows(ns)
+        sound = shm.checksums
+        monkeypatch.setattr(shm, "checksums", lambda blocks: sound(blocks) ^ np.uint64(1))
+        assert client.store(ns, "", hashes, rows).reasons == {"corrupt": 4}
+        assert not client.load(ns, "", hashes, rows).loaded.any()
