@@ -1,0 +1,67 @@
+"""How one engine's KV memory maps to blocks of the pool: geometry, namespaces, and nothing that moves.
+
+::
+
+    memory of a rank, one buffer:   tensor 0 | tensor 1 | ... | tensor t-1
+    a tensor, MHA/GQA:              K of all block ids | V of all block ids
+    a tensor, MLA:                  latent of all block ids
+
+    pool block of group g, id b:    for each layer slot i of g:  K page of b in tensor i, V page of b in tensor i
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+
+class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache group. ``window_tokens`` 0: a hit needs every block of the prefix; otherwise only those that
+    hold the last ``window_tokens - 1`` tokens before the first one to compute. ``poolable`` False: never stored
+    (a state or an encoder's KV that a prefix does not determine)."""
+
+    fingerprint: str  #: the namespace group of :meth:`kvstrata.client.Client.namespace`
+    block_tokens: int
+    layers: int  #: layer slots: tensors 0 to layers - 1
+    window_tokens: int = 0
+    poolable: bool = True
+
+
+class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """All of an engine's groups over one set of tensors. The same for every rank but the bytes' content.
+
+    ``hash_block_tokens`` divides every group's ``block_tokens``; the hash of a group's block is the request's
+    hash at its last hash block. ``aligned_tokens``: hits are multiples of it. ``shard_count`` ranks hold a
+    shard each.
+    """
+
+    groups: tuple[GroupLayout, ...]
+    num_blocks: int
+    num_tensors: int
+    page_bytes: int  #: one block of one layer, on one rank
+    parts: Literal[1, 2]  #: 2: K and V apart; 1: one latent
+    hash_block_tokens: int
+    hash_bytes: int
+    aligned_tokens: int
+    shard_count: int = 1
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one rank."""
+        return self.num_tensors * self.num_blocks * self.page_bytes
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of one pool block of the group, on one rank."""
+        return self.groups[group].layers * self.page_bytes
+
+    def descriptors(self, group: int) -> npt.NDArray[np.int64]:
+        """(byte offset, length) of every piece of every block id, int64 [num_blocks, layers * parts, 2]."""
+        part = self.page_bytes // self.parts
+        pieces = np.arange(self.groups[group].layers * self.parts, dtype=np.int64) * (self.num_blocks * part)
+        table = np.empty((self.num_blocks, len(pieces), 2), np.int64)
+        table[:, :, 0] = pieces[None, :] + np.arange(self.num_blocks, dtype=np.int64)[:, None] * part
+        table[:, :, 1] = part
+        return table

@@ -1,0 +1,31 @@
+"""Messages of the lookup socket: scheduler side (DEALER) to the worker side of rank 0 (ROUTER), over ZMQ IPC.
+
+msgpack, one message a frame. An answer may come late or never; the scheduler side keeps the deadline.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+LOOKUP_BYTES_MAX: Final = 1 << 24
+
+
+class LookupAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """``hashes``: packed, one entry a KV cache group (empty for a group that is not asked about)."""
+
+    lookup_id: int
+    cache_salt: str
+    hashes: list[bytes]
+    prefetch: bool = False  #: also make what is found ready to be loaded
+
+
+class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """``present``: one byte a hash and group, 1 where the pool has it (on every shard). ``answered`` False: the
+    pool could not be asked. ``not_yet``: its directory is being rebuilt, ask again."""
+
+    lookup_id: int
+    present: list[bytes]
+    answered: bool = True
+    not_yet: bool = False

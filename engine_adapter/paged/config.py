@@ -1,0 +1,93 @@
+"""What an engine is told: the model, the cache, the step, the ranks, the pool. Travels to ranks as msgpack."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from kvstrata.engine_adapter.hashing import HashAlgorithm
+from kvstrata.proto.errors import InvalidArgument
+
+Dtype = Literal["float32", "float16"]
+LoadPolicy = Literal["auto", "always", "never"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``model``: a folder with ``config.json`` and safetensors, or a named size with seeded random weights."""
+
+    model: str = "tiny"
+    seed: int = 0
+    tokenizer: str = ""  #: a ``tokenizer.json`` file; the byte-level tokenizer when empty
+    max_model_len: int = 0  #: 0: what the model says
+    kv_dtype: Dtype = "float32"  #: of the KV cache; weights and arithmetic are float32
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's own KV memory."""
+
+    block_size: int = 16
+    num_blocks: int = 0  #: 0: as many as fit in ``memory_bytes``
+    memory_bytes: int = 1 << 30  #: per rank
+    enable_prefix_caching: bool = True
+    hash_algorithm: HashAlgorithm = "sha256"
+
+
+class StepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one step."""
+
+    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 64
+    max_waiting: int = 4096  #: requests queued; more are refused (Busy)
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shared pool. ``masters`` empty: no pool at all."""
+
+    masters: str = ""
+    token: str = ""
+    transport: str = "auto"
+    verify: Literal["always", "sample", "never"] = "sample"
+    load_policy: LoadPolicy = "auto"  #: auto: load what is faster to load than to compute
+    load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
+    lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
+    store: bool = True
+    store_decode: bool = True  #: also blocks that hold generated tokens
+    store_pending_blocks_max: int = 8_192  #: held for stores under way; past it, blocks are not offered (counted)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine. ``threads``: BLAS threads a rank."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    step: StepConfig = StepConfig()
+    pool: PoolConfig = PoolConfig()
+    tensor_parallel: int = 1
+    threads: int = 1
+    name: str = ""  #: shown in logs and in the pool's health
+
+    def validated(self) -> EngineConfig:
+        """Return self, or raise :class:`InvalidArgument` naming the field and its bound."""
+        for name, value, low, high in (
+            ("block_size", self.cache.block_size, 1, BLOCK_SIZE_MAX),
+            ("num_blocks", self.cache.num_blocks, 0, 1 << 31),
+            ("memory_bytes", self.cache.memory_bytes, 1, 1 << 50),
+            ("max_num_batched_tokens", self.step.max_num_batched_tokens, 1, 1 << 20),
+            ("max_num_seqs", self.step.max_num_seqs, 1, 1 << 16),
+            ("max_waiting", self.step.max_waiting, 1, 1 << 24),
+            ("tensor_parallel", self.tensor_parallel, 1, 64),
+            ("threads", self.threads, 1, 1024),
+            ("max_model_len", self.model.max_model_len, 0, 1 << 24),
+            ("load_deadline_ms", self.pool.load_deadline_ms, 1, 3_600_000),
+            ("lookup_deadline_ms", self.pool.lookup_deadline_ms, 1, 60_000),
+            ("store_pending_blocks_max", self.pool.store_pending_blocks_max, 0, 1 << 31),
+        ):
+            if not low <= value <= high:
+                raise InvalidArgument(f"{name} is {value}: expected {low} to {high}")
+        if self.cache.num_blocks == 1:
+            raise InvalidArgument("num_blocks is 1: at least 2 (block 0 is the null block), or 0 to fill memory_bytes")
+        return self
+
+
+BLOCK_SIZE_MAX: Final = 4096
