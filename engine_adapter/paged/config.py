@@ -6,11 +6,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvstrata.engine_adapter.connector.config import LoadPolicy, PoolConfig
 from kvstrata.engine_adapter.hashing import HashAlgorithm
 from kvstrata.proto.errors import InvalidArgument
 
+__all__ = ["CacheConfig", "Dtype", "EngineConfig", "LoadPolicy", "ModelConfig", "PoolConfig", "StepConfig"]
+
 Dtype = Literal["float32", "float16"]
-LoadPolicy = Literal["auto", "always", "never"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,21 +41,6 @@ class StepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     max_waiting: int = 4096  #: requests queued; more are refused (Busy)
-
-
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shared pool. ``masters`` empty: no pool at all."""
-
-    masters: str = ""
-    token: str = ""
-    transport: str = "auto"
-    verify: Literal["always", "sample", "never"] = "sample"
-    load_policy: LoadPolicy = "auto"  #: auto: load what is faster to load than to compute
-    load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
-    lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
-    store: bool = True
-    store_decode: bool = True  #: also blocks that hold generated tokens
-    store_pending_blocks_max: int = 8_192  #: held for stores under way; past it, blocks are not offered (counted)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

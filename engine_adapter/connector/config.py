@@ -1,0 +1,24 @@
+"""What a connector is told of the shared pool. Travels to ranks as msgpack; an engine nests it in its own config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+LoadPolicy = Literal["auto", "always", "never"]
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shared pool. ``masters`` empty: no pool at all."""
+
+    masters: str = ""
+    token: str = ""
+    transport: str = "auto"
+    verify: Literal["always", "sample", "never"] = "sample"
+    load_policy: LoadPolicy = "auto"  #: auto: load what is faster to load than to compute
+    load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
+    lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
+    store: bool = True
+    store_decode: bool = True  #: also blocks that hold generated tokens
+    store_pending_blocks_max: int = 8_192  #: held for stores under way; past it, blocks are not offered (counted)
