@@ -9,6 +9,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -97,7 +98,12 @@ class Finish(Message):
     kind: ClassVar[str] = "finish"
 
 
-_KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in (Setup, Ready, Work, Outcome, Finish)}
+def kinds_of(*messages: type[Message]) -> Mapping[str, type[Message]]:
+    """What a :class:`Pipe` understands, by name."""
+    return {message.kind: message for message in messages}
+
+
+KINDS = kinds_of(Setup, Ready, Work, Outcome, Finish)
 _M = TypeVar("_M", bound=Message)
 
 
@@ -108,8 +114,13 @@ class PipeClosed(Unavailable):
 class Pipe:
     """One end of a stream socket that carries messages; every call has a deadline."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, kinds: Mapping[str, type[Message]] = KINDS) -> None:
         self._stream = stream
+        self._kinds = kinds
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive; -1 when closed."""
+        return self._stream.fileno()
 
     def send(self, message: Message, timeout_s: float) -> None:
         """Send one message. Raises :class:`PipeClosed`, or :class:`Unavailable` past the deadline."""
@@ -138,7 +149,7 @@ class Pipe:
         if header_bytes > HEADER_BYTES_MAX or body_bytes > BODY_BYTES_MAX:
             raise ProtocolError(f"a frame of {header_bytes} + {body_bytes} bytes is out of bounds")
         header = self._exactly(header_bytes, until)
-        return _decode(header, self._exactly(body_bytes, until))
+        return self._decode(header, self._exactly(body_bytes, until))
 
     def close(self) -> None:
         self._stream.close()
@@ -159,13 +170,12 @@ class Pipe:
             view = view[got:]
         return bytes(data)
 
-
-def _decode(header: bytes, body: bytes) -> Message:
-    try:
-        record: dict[str, Any] = json.loads(header)
-        cls = _KINDS[record.pop("kind")]
-        if "body" in {part.name for part in fields(cls)}:
-            record["body"] = body
-        return cls(**record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"a frame that is no message: {error}") from None
+    def _decode(self, header: bytes, body: bytes) -> Message:
+        try:
+            record: dict[str, Any] = json.loads(header)
+            cls = self._kinds[record.pop("kind")]
+            if "body" in {part.name for part in fields(cls)}:
+                record["body"] = body
+            return cls(**record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"a frame that is no message: {error}") from None

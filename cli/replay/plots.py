@@ -7,7 +7,7 @@ matplotlib is imported where it is needed: a replay without a page does not need
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvstrata.cli.replay.result import Case, Floats, ReplayResult
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    _Plot = Callable[[Axes, ReplayResult], None]
+    Plot = Callable[[Axes], None]
 
 WINDOWS = 60
 #: One colour a case, apart for colour-blind eyes too (Okabe and Ito), readable on white and on near black.
@@ -31,6 +31,17 @@ _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "yti
 
 def svg_plots(result: ReplayResult) -> list[tuple[str, str]]:
     """(caption, SVG) of each plot; empty when matplotlib is not installed."""
+    return drawn(
+        [
+            ("Token hit rate over virtual time", lambda axes: _hit_rate(axes, result)),
+            ("Median time to first token over virtual time (modelled)", lambda axes: _ttft(axes, result)),
+            ("Distribution of time to first token (modelled)", lambda axes: _distribution(axes, result)),
+        ]
+    )
+
+
+def drawn(plots: Sequence[tuple[str, Plot]]) -> list[tuple[str, str]]:
+    """(caption, SVG) of (caption, what draws it on axes); empty when matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -39,21 +50,17 @@ def svg_plots(result: ReplayResult) -> list[tuple[str, str]]:
     style: dict[str, Any] = dict.fromkeys(_INKED, _INK)
     style |= {"svg.fonttype": "none", "svg.hashsalt": "kvstrata", "font.size": 10}
     with matplotlib.rc_context(style):  # type: ignore[arg-type]  # The stubs want literal keys.
-        return [
-            ("Token hit rate over virtual time", _draw(_hit_rate, result)),
-            ("Median time to first token over virtual time (modelled)", _draw(_ttft, result)),
-            ("Distribution of time to first token (modelled)", _draw(_distribution, result)),
-        ]
+        return [(caption, _svg(plot)) for caption, plot in plots]
 
 
-def _draw(plot: _Plot, result: ReplayResult) -> str:
+def _svg(plot: Plot) -> str:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.set_facecolor("none")
     axes.grid(alpha=0.25)
-    plot(axes, result)
+    plot(axes)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})

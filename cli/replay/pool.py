@@ -17,26 +17,35 @@ _FREE = "127.0.0.1:0"
 class OwnPool:
     """A master and n storage nodes on free loopback ports, with data that goes when they do.
 
-    ``blocks`` is what the nodes hold together, ``masters`` the address to give to clients.
+    ``masters`` is the address to give to clients.
     """
 
-    def __init__(self, options: ReplayOptions) -> None:
+    def __init__(self, nodes: int, node_bytes: int, seed: int = 0) -> None:
         """Start them all; raises ``Unavailable`` (and leaves nothing behind) when one does not get ready."""
+        self._node_bytes = node_bytes
         self._data = tempfile.TemporaryDirectory(prefix="kvstrata-replay-")
         self.master: Child | None = None
         self.nodes: list[Child] = []
-        node_bytes = node_bytes_for(-(-options.pool_blocks // options.nodes), options.block_bytes)
-        self.blocks = options.nodes * blocks_held(node_bytes, options.block_bytes)
         try:
-            self.masters = self._start_master(options.seed)
-            for number in range(options.nodes):
+            self.masters = self._start_master(seed)
+            for number in range(nodes):
                 self._start_node(number, node_bytes)
             for node in self.nodes:
                 ready_line(node)
-            Roster.with_nodes(self.masters, options.nodes, READY_S)
+            Roster.with_nodes(self.masters, nodes, READY_S)
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of(cls, options: ReplayOptions) -> OwnPool:
+        """One that holds at least the blocks that ``options`` ask for."""
+        node_bytes = node_bytes_for(-(-options.pool_blocks // options.nodes), options.block_bytes)
+        return cls(options.nodes, node_bytes, options.seed)
+
+    def blocks(self, block_bytes: int) -> int:
+        """How many blocks of this size the nodes hold together."""
+        return len(self.nodes) * blocks_held(self._node_bytes, block_bytes)
 
     def losses(self) -> list[str]:
         """How each process that is gone ended."""
@@ -69,17 +78,18 @@ class OwnPool:
 
 
 class RunningPool:
-    """A pool that someone else started; ``blocks`` is what its active nodes can hold."""
+    """A pool that someone else started."""
 
-    def __init__(self, options: ReplayOptions) -> None:
+    def __init__(self, masters: str) -> None:
         """Raises ``Unavailable`` when no master answers, :class:`ConfigError` when no node is active."""
-        assert options.masters is not None
-        self.masters = options.masters
-        self._before = Roster.of(self.masters)
+        self.masters = masters
+        self._before = Roster.of(masters)
         if not self._before.nodes:
-            raise ConfigError(f"the pool at {self.masters} has no active node: start one with 'kvstrata storage'")
-        sizes = (dram_bytes for _, dram_bytes in self._before.nodes.values())
-        self.blocks = sum(blocks_held(dram_bytes, options.block_bytes) for dram_bytes in sizes)
+            raise ConfigError(f"the pool at {masters} has no active node: start one with 'kvstrata storage'")
+
+    def blocks(self, block_bytes: int) -> int:
+        """How many blocks of this size its active nodes hold together."""
+        return sum(blocks_held(dram_bytes, block_bytes) for _, dram_bytes in self._before.nodes.values())
 
     def losses(self) -> list[str]:
         """What went or was restarted while the replay ran, as far as the master can tell."""

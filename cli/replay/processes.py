@@ -33,7 +33,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _log = get_logger(__name__)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the kernel ends the child when this process ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -92,7 +93,7 @@ def command(name: str, *arguments: str, errors: Path) -> Child:
             stdout=subprocess.PIPE,
             stderr=stream,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     return Child(name, process, errors)
 

@@ -41,7 +41,7 @@ def run_replay(options: ReplayOptions, progress: ProgressCallback | None = None)
         finally:
             coordinator.close()
         losses = pool.losses()
-    return assemble(options, costs, schedule, pool.blocks, measured, losses)
+    return assemble(options, costs, schedule, pool.blocks(options.block_bytes), measured, losses)
 
 
 def load_trace(options: ReplayOptions) -> Trace:
@@ -53,7 +53,7 @@ def load_trace(options: ReplayOptions) -> Trace:
 
 @contextmanager
 def _pool(options: ReplayOptions) -> Iterator[OwnPool | RunningPool]:
-    pool = RunningPool(options) if options.masters is not None else OwnPool(options)
+    pool = RunningPool(options.masters) if options.masters is not None else OwnPool.of(options)
     try:
         yield pool
     finally:

@@ -89,7 +89,7 @@ def read_trace(path: Path) -> Trace:
     sessions: dict[str, list[Request]] = {}
     block_tokens = 0
     closed_loop: bool | None = None
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(trace_lines(path), start=1):
         if number > REQUESTS_MAX:
             raise TraceError(f"{path}, line {number}: a trace may have at most {REQUESTS_MAX} requests")
         try:
@@ -115,7 +115,8 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def trace_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, gzip or plain, each at most ``LINE_BYTES_MAX``. Raises :class:`TraceError`."""
     try:
         with path.open("rb") as raw:
             if raw.peek(2)[:2] != _GZIP_MAGIC:

@@ -77,14 +77,14 @@ def test_a_kill_on_the_way_is_compute_and_never_wrong_or_failed(role: str, tmp_p
 
 
 def test_a_running_pool_is_used_twice_and_left_running(tmp_path: Path) -> None:
-    pool = OwnPool(SMALL)
+    pool = OwnPool.of(SMALL)
     try:
         running = dataclasses.replace(SMALL, sessions=2, engines=1, private_tokens=0, masters=pool.masters)
         rates = []
         for _ in range(2):
             result = run_replay(running)
             assert result.problems() == [], result.table()
-            assert result.pool_blocks == pool.blocks
+            assert result.pool_blocks == pool.blocks(SMALL.block_bytes)
             rates.append(result.cases.pool.hits.rate())
         assert rates[0] == rates[1] > 0
         assert pool.losses() == []
@@ -99,7 +99,7 @@ def test_an_address_without_a_master_is_an_error_that_names_it() -> None:
 
 
 def test_a_running_pool_without_nodes_is_refused(tmp_path: Path) -> None:
-    pool = OwnPool(SMALL)
+    pool = OwnPool.of(SMALL)
     try:
         for node in pool.nodes:
             node.stop()
