@@ -61,8 +61,10 @@ class SlidingWindowSpec(FullAttentionSpec, frozen=True, kw_only=True, tag="slidi
     sliding_window: int
 
     def max_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        # The window before the first token of a step and the step's tokens, cut anywhere inside blocks.
-        tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
+        # The window before the first token of a step and the step's tokens, cut anywhere inside blocks. Or, while
+        # a load is under way, the window before it (for when it fails) and the one it brings.
+        window = self.sliding_window - 1
+        tokens = min(window + max(max_num_batched_tokens, window), max_model_len)
         return min(_blocks(tokens, self.block_size) + 1, _blocks(max_model_len, self.block_size))
 
 
@@ -82,7 +84,8 @@ class ChunkedLocalSpec(FullAttentionSpec, frozen=True, kw_only=True, tag="chunke
     chunk_size: int
 
     def max_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        tokens = min(self.chunk_size + max_num_batched_tokens, max_model_len)
+        # As for a sliding window: the chunk and the step's tokens, or the chunks before and after a load.
+        tokens = min(self.chunk_size + max(max_num_batched_tokens, self.chunk_size), max_model_len)
         return min(_blocks(tokens, self.block_size) + 1, _blocks(max_model_len, self.block_size))
 
 
