@@ -1,0 +1,90 @@
+"""A load job, carried out: call after call, in the order of its tokens, until its end, a hole or its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.engine_adapter.connector.base import PoolState
+from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, Chunk, chunks_of
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
+from kvstrata.engine_adapter.connector.pool import verdict_of
+from kvstrata.engine_adapter.connector.readiness import Verdict
+from kvstrata.proto.status import BlockStatus
+
+Codes = npt.NDArray[np.uint8]
+
+# Why blocks of a job were not tried, beside the names of BlockStatus.
+ABSENT: Final = "absent"  #: the pool does not answer
+SHED: Final = "shed"  #: a queue was full
+CLOSED: Final = "closed"  #: the worker side was closed
+INVALID: Final = "invalid"  #: the job names blocks that are not there
+LATE: Final = "late"  #: as the status: no call was begun that could end after the deadline
+SKIPPED: Final = "skipped"  #: blocks before it are missing, so it would be of no use
+ERROR: Final = "error"  #: a mistake in this program; the log has it
+
+
+class TransferPool(Protocol):
+    """What a job needs of :class:`kvstrata.engine_adapter.connector.pool.Pool`."""
+
+    @property
+    def layout(self) -> PoolLayout: ...
+    @property
+    def state(self) -> PoolState: ...
+    def load(self, salt: str, chunk: Chunk) -> Codes: ...
+    def store(self, salt: str, chunk: Chunk) -> Codes: ...
+
+
+class Loader:
+    """Thread-safe: all state of a job is in its own :class:`OpenJob`."""
+
+    def __init__(
+        self,
+        pool: TransferPool,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._pool = pool
+        self._outbox = outbox
+        self._clock = clock
+        self._chunk_bytes = chunk_bytes
+        self._closing = False
+
+    def close(self) -> None:
+        """Jobs under way end after the call they are in."""
+        self._closing = True
+
+    def run(self, opened: OpenJob) -> None:
+        """Ends the job exactly once, whatever happens; a mistake in this program is raised after that."""
+        untried = ERROR
+        try:
+            untried = self._run(opened)
+        finally:
+            self._outbox.end(opened, untried)
+
+    def _run(self, opened: OpenJob) -> str:
+        """Load what can be; returns why the rest was not tried."""
+        job = opened.job
+        for chunk in chunks_of(job.groups, self._pool.layout, self._chunk_bytes):
+            if stop := self._stop(opened):
+                return stop
+            status = self._pool.load(job.cache_salt, chunk)
+            opened.status[chunk.offset : chunk.offset + len(status)] = status
+            if verdict_of(status) is not Verdict.ANSWERED:
+                return ABSENT
+            if not (status == BlockStatus.LOADED).all():
+                return SKIPPED
+        return ""
+
+    def _stop(self, opened: OpenJob) -> str:
+        if self._closing:
+            return CLOSED
+        if self._pool.state is PoolState.ABSENT:
+            return ABSENT
+        return LATE if self._clock() > opened.start_by else ""

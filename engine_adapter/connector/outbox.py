@@ -1,0 +1,149 @@
+"""Jobs a worker side has accepted, and their outcomes: each accepted job has exactly one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client.results import reasons_of
+from kvstrata.engine_adapter.connector.base import Job, JobKind, JobOutcome
+from kvstrata.engine_adapter.connector.chunks import blocks_in
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import HELD, BlockStatus
+
+log = get_logger(__name__)
+
+_HELD: Final = np.zeros(256, np.uint8)
+_HELD[list(HELD)] = 1
+_MOVED: Final = (int(BlockStatus.STORED), int(BlockStatus.LOADED))
+
+
+@dataclass(eq=False, slots=True)
+class OpenJob:
+    """An accepted job. ``status`` u8[blocks], group after group, UNKNOWN where nothing was tried yet.
+
+    ``start_by``: monotonic seconds after which no more calls are made for it.
+    """
+
+    job: Job
+    started: float
+    start_by: float
+    status: npt.NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.status = np.zeros(blocks_in(self.job), np.uint8)
+
+
+class Outbox:
+    """Thread-safe. ``transfer_s``: what one call to the pool may take; a job begins none that could end late."""
+
+    def __init__(self, layout: PoolLayout, transfer_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._transfer_s = transfer_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[int, OpenJob] = {}
+        self._outcomes: list[JobOutcome] = []
+        self._stats: defaultdict[str, float] = defaultdict(float)
+        self._wake: Callable[[], None] = _nobody
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def accept(self, job: Job) -> OpenJob | None:
+        """None, and no outcome, for the id of a job that is open already."""
+        now = self._clock()
+        # A job shorter than two calls gets the first half of its time, and may end up to a call late.
+        opened = OpenJob(job, now, now + max(job.deadline_s - self._transfer_s, job.deadline_s / 2))
+        with self._lock:
+            if job.job_id in self._open:
+                self._stats["jobs_refused"] += 1
+                return None
+            self._open[job.job_id] = opened
+        return opened
+
+    def end(self, opened: OpenJob, untried: str) -> None:
+        """The job is terminal: nothing touches its memory any more. ``untried``: why blocks were left out."""
+        outcome = self._outcome(opened, untried)
+        with self._lock:
+            if self._open.pop(opened.job.job_id, None) is None:
+                self._stats["outcomes_refused"] += 1
+                return
+            self._outcomes.append(outcome)
+            self._count(outcome, len(opened.status))
+        try:
+            self._wake()
+        except Exception:
+            log.exception("the engine's waker failed", job=outcome.job_id)
+
+    def take(self) -> list[JobOutcome]:
+        """Outcomes since the last call, each once."""
+        if not self._outcomes:
+            return []
+        with self._lock:
+            taken, self._outcomes = self._outcomes, []
+        return taken
+
+    def still_open(self) -> list[OpenJob]:
+        with self._lock:
+            return list(self._open.values())
+
+    def stats(self) -> dict[str, float]:
+        """Sums since the start. ``load_*`` and ``store_*``: ``jobs``, ``blocks``, ``blocks_<reason>``, ``bytes``,
+        ``seconds`` (from start to outcome, added up over jobs); what is open; what was refused."""
+        with self._lock:
+            return {"jobs_open": float(len(self._open)), **self._stats}
+
+    def check(self) -> None:
+        """Assert every structural invariant."""
+        with self._lock:
+            waiting = [outcome.job_id for outcome in self._outcomes]
+            assert len(set(waiting)) == len(waiting), "two outcomes of one job"
+            for kind in ("load", "store"):
+                by_reason = sum(n for name, n in self._stats.items() if name.startswith(f"{kind}_blocks_"))
+                assert by_reason == self._stats[f"{kind}_blocks"], "blocks asked are not those by reason"
+
+    def _outcome(self, opened: OpenJob, untried: str) -> JobOutcome:
+        job, status = opened.job, opened.status
+        tried = status[status != BlockStatus.UNKNOWN]
+        reasons = reasons_of(tried) if len(tried) else {}
+        if len(tried) < len(status):
+            reasons[untried] = reasons.get(untried, 0) + len(status) - len(tried)
+        return JobOutcome(
+            job_id=job.job_id,
+            kind=job.kind,
+            done=_HELD[status].tobytes(),
+            bytes_moved=self._bytes_moved(opened),
+            seconds=self._clock() - opened.started,
+            reasons=reasons,
+        )
+
+    def _bytes_moved(self, opened: OpenJob) -> int:
+        moved, offset = 0, 0
+        for blocks in opened.job.groups:
+            part = opened.status[offset : offset + len(blocks.block_ids)]
+            offset += len(part)
+            if count := int(np.isin(part, _MOVED).sum()):
+                moved += count * self._layout.block_bytes(blocks.group)
+        return moved
+
+    def _count(self, outcome: JobOutcome, blocks: int) -> None:
+        kind = "load" if outcome.kind is JobKind.LOAD else "store"
+        self._stats[f"{kind}_jobs"] += 1
+        self._stats[f"{kind}_blocks"] += blocks
+        self._stats[f"{kind}_bytes"] += outcome.bytes_moved
+        self._stats[f"{kind}_seconds"] += outcome.seconds
+        for reason, count in outcome.reasons.items():
+            self._stats[f"{kind}_blocks_{reason}"] += count
+
+
+def _nobody() -> None:
+    """Nobody waits for outcomes."""

@@ -1,0 +1,340 @@
+"""The pool as one rank sees it: a client, the rank's KV memory in it, its namespaces, and whether it answers.
+
+Whatever is wrong with the pool ends here as a status, a reason and a log line; nothing of it is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client import Client
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.results import LoadResult, Lookup, StoreResult
+from kvstrata.client.transfers import Prefetch
+from kvstrata.engine_adapter.connector.base import PoolState
+from kvstrata.engine_adapter.connector.chunks import Chunk
+from kvstrata.engine_adapter.connector.config import PoolConfig
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
+from kvstrata.proto.errors import (
+    Closed,
+    FingerprintMismatch,
+    ForbiddenSalt,
+    InvalidArgument,
+    KVError,
+    VersionMismatch,
+)
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.loops import Loop
+from kvstrata.transfer.regions import BlockView, Region
+
+log = get_logger(__name__)
+
+PROBE_PERIOD_S: Final = 0.1
+CLOSE_S: Final = 1.0
+
+Bytes = npt.NDArray[np.uint8]
+Codes = npt.NDArray[np.uint8]
+
+#: Refusals that concern every block of this engine, not one job's.
+_ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Closed)
+
+
+class PoolClient(Protocol):
+    """What is used of :class:`kvstrata.client.Client`."""
+
+    def namespace(
+        self, group: str, *, block_bytes: int, block_tokens: int, hash_bytes: int, shard: int, shard_count: int
+    ) -> PoolNamespace: ...
+    def allocate(self, nbytes: int) -> Region: ...
+    def register(self, buffer: Bytes) -> Region: ...
+    def unregister(self, region: Region) -> None: ...
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
+    def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Prefetch: ...
+    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
+    def store(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: bytes,
+        blocks: BlockView,
+        parent: bytes | None,
+        first_index: int,
+    ) -> StoreResult: ...
+    def health(self) -> dict[str, object]: ...
+    def close(self) -> None: ...
+
+
+def open_client(config: PoolConfig, name: str) -> PoolClient:
+    """A client whose calls take at most :func:`transfer_s`. Raises what :class:`Client` raises."""
+    return Client(
+        config.masters,
+        config.token or None,
+        config.transport,
+        config.verify,
+        max(1, int(transfer_s(config) * 1e3)),
+        name=name,
+    )
+
+
+def transfer_s(config: PoolConfig) -> float:
+    """Seconds one call to the pool may take: half of a load's time, so that a load that begins its last call
+    within the other half ends in time."""
+    return config.load_deadline_ms / 2e3
+
+
+class Pool:
+    """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use.
+
+    ``connect`` makes the client. Its :class:`InvalidArgument` is a mistake in the configuration and is raised;
+    after any other error the pool is absent and ``connect`` is tried again in the background.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        rank: int,
+        connect: Callable[[], PoolClient],
+        *,
+        transfer_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._connect = connect
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._readiness = Readiness()
+        self._client: PoolClient | None = None
+        self._region: Region | None = None
+        self._namespaces: dict[int, PoolNamespace] = {}
+        self._views: dict[int, BlockView] = {}
+        self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
+        self._closed = False
+        self.memory: Bytes
+        try:
+            client = connect()
+        except InvalidArgument:
+            raise
+        except KVError as error:
+            log.warning("pool absent: serving without it", reason=f"{type(error).__name__}: {error}", rank=rank)
+            self.memory = np.zeros(layout.memory_bytes, np.uint8)
+        else:
+            self._client, self._region = client, client.allocate(layout.memory_bytes)
+            self.memory = self._region.bytes
+        self._loop = Loop("connector-probe", PROBE_PERIOD_S, self._turn, bound_s=4 * transfer_s + 5.0)
+        self._turn()
+        self._loop.start()
+
+    # ------------------------------------------------------------------ calls
+
+    @property
+    def state(self) -> PoolState:
+        return self._readiness.state
+
+    @property
+    def reason(self) -> str:
+        """Why it is absent, or an empty string."""
+        return self._readiness.reason
+
+    def load(self, salt: str, chunk: Chunk) -> Codes:
+        """Statuses u8[rows] (:class:`BlockStatus`) of the chunk's rows; where LOADED, the bytes are in place."""
+        return self._transfer(salt, chunk, self._load)
+
+    def store(self, salt: str, chunk: Chunk) -> Codes:
+        """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block."""
+        return self._transfer(salt, chunk, self._store)
+
+    def lookup(self, salt: str, group: int, hashes: bytes) -> Lookup | None:
+        """What the directory says; None when it could not be asked."""
+        client, namespace = self._client, self._namespaces.get(group)
+        if self.state is PoolState.ABSENT or client is None or namespace is None:
+            return None
+        try:
+            found = client.lookup(namespace, salt, hashes)
+        except KVError as error:
+            self._refused("lookup", group, error)
+            return None
+        if found.answered:
+            return found
+        self._ended(Verdict.LATE if "late" in found.reasons else Verdict.LOST, f"lookup: {_text(found.reasons)}")
+        return None
+
+    def prefetch(self, salt: str, group: int, hashes: bytes) -> None:
+        """Make a coming load cheaper, in the background. Nobody waits for it."""
+        client, namespace = self._client, self._namespaces.get(group)
+        if self.state is PoolState.ABSENT or client is None or namespace is None or not hashes:
+            return
+        try:
+            client.prefetch(namespace, salt, hashes)
+        except KVError as error:
+            self._refused("prefetch", group, error)
+
+    def _transfer(
+        self, salt: str, chunk: Chunk, call: Callable[[PoolClient, PoolNamespace, str, Chunk], Codes]
+    ) -> Codes:
+        client, namespace = self._client, self._namespaces.get(chunk.blocks.group)
+        if client is None or namespace is None:
+            return np.full(chunk.stop - chunk.start, BlockStatus.NODE_LOST, np.uint8)
+        try:
+            status = call(client, namespace, salt, chunk)
+        except KVError as error:
+            self._refused("transfer", chunk.blocks.group, error)
+            return np.full(chunk.stop - chunk.start, BlockStatus.REFUSED, np.uint8)
+        verdict = verdict_of(status)
+        if verdict is not Verdict.ANSWERED:
+            self._last = (salt, chunk.hashes(self.layout.hash_bytes)[: self.layout.hash_bytes], chunk.blocks.group)
+        self._ended(verdict, f"a transfer of {len(status)} blocks was {verdict.name.lower()}")
+        return status
+
+    def _load(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
+        return client.load(namespace, salt, chunk.hashes(namespace.hash_bytes), self._rows(chunk)).status
+
+    def _store(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
+        width = namespace.hash_bytes
+        first = chunk.blocks.first_index + chunk.start
+        rows = self._rows(chunk)
+        return client.store(namespace, salt, chunk.hashes(width), rows, chunk.parent(width) or None, first).status
+
+    def _rows(self, chunk: Chunk) -> BlockView:
+        return self._views[chunk.blocks.group][np.array(chunk.blocks.block_ids[chunk.start : chunk.stop], np.int64)]
+
+    # ------------------------------------------------------------------ readiness
+
+    def _refused(self, what: str, group: int, error: KVError) -> None:
+        text = f"{type(error).__name__}: {error}"
+        log.warning("pool refused a call", call=what, group=group, reason=text)
+        # Also of a store: weights that are too old may still read what they can name.
+        if isinstance(error, _ALL_REFUSED) and what != "store":
+            self._ended(Verdict.REFUSED, text)
+
+    def _ended(self, verdict: Verdict, reason: str) -> None:
+        with self._lock:
+            before = self._readiness.state
+            probe = self._readiness.call_ended(verdict, reason, self._clock())
+            now = self._readiness.state
+        if now is not before:
+            log.warning("pool absent: serving without it", reason=reason, rank=self._rank)
+        if probe:
+            self._loop.wake()
+
+    def _turn(self) -> None:
+        """One probe, if one is due."""
+        with self._lock:
+            if self._closed or not self._readiness.claim_probe(self._clock()):
+                return
+        problem = "the probe failed"
+        try:
+            problem = self._probe()
+        except ForbiddenSalt:
+            problem = ""  # that tenant is not ours to ask about: an answer all the same
+        except KVError as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                before, reason = self._readiness.state, self._readiness.reason
+                self._readiness.probed(problem, self._clock())
+        if not problem and before is PoolState.ABSENT:
+            log.info("pool ready", rank=self._rank)
+        elif problem and problem != reason:
+            log.warning("pool absent: serving without it", reason=problem, rank=self._rank)
+
+    def _probe(self) -> str:
+        """Why the pool cannot be used now, or an empty string; raises :class:`KVError` likewise."""
+        client = self._attached()
+        self._open_namespaces(client)
+        salt, wanted, group = self._last
+        namespace = self._namespaces.get(group) or next(iter(self._namespaces.values()), None)
+        if namespace is None:
+            return "no group of this engine's KV cache can be pooled"
+        found = client.lookup(namespace, salt, wanted)
+        if not found.answered:
+            return f"no master answers: {_text(found.reasons)}"
+        return self._probe_data(client, namespace, salt, wanted) if self._readiness.data_late else ""
+
+    def _probe_data(self, client: PoolClient, namespace: PoolNamespace, salt: str, wanted: bytes) -> str:
+        region = client.register(np.zeros(namespace.block_bytes, np.uint8))
+        try:
+            result = client.load(namespace, salt, wanted, region.rows(namespace))
+        finally:
+            client.unregister(region)
+        return "" if verdict_of(result.status) is Verdict.ANSWERED else f"one block: {_text(result.reasons)}"
+
+    # ------------------------------------------------------------------ life
+
+    def _attached(self) -> PoolClient:
+        """The client; made, and told of the memory, when there is none yet."""
+        if self._client is None:
+            client = self._connect()
+            self._region = client.register(self.memory)
+            self._client = client
+        return self._client
+
+    def _open_namespaces(self, client: PoolClient) -> None:
+        """Open those that no master has confirmed yet. A confirmed one is kept as it is: its weight epoch is this
+        engine's, whatever the pool's becomes."""
+        assert self._region is not None
+        for index, group in enumerate(self.layout.groups):
+            known = self._namespaces.get(index)
+            if not group.poolable or (known is not None and known.pin.epoch is not None):
+                continue
+            opened = client.namespace(
+                group.fingerprint,
+                block_bytes=self.layout.block_bytes(index),
+                block_tokens=group.block_tokens,
+                hash_bytes=self.layout.hash_bytes,
+                shard=self._rank,
+                shard_count=self.layout.shard_count,
+            )
+            if index not in self._views:
+                self._views[index] = self._region.view(opened, self.layout.descriptors(index))
+            self._namespaces[index] = opened
+
+    def health(self) -> dict[str, object]:
+        """State, reason, the probe's age and failures, and the client's own report. Asks nobody."""
+        client = self._client
+        return {
+            "state": self.state.name.lower(),
+            "reason": self.reason,
+            "probe_age_seconds": self._loop.age_s(),
+            "probe_failures": self._loop.failures,
+            "client": client.health() if client is not None and not self._closed else {},
+        }
+
+    def problem(self) -> str:
+        """What is wrong with the probe itself, or an empty string. An absent pool is none."""
+        return self._loop.problem()
+
+    def close(self) -> None:
+        """Bounded. No call may be under way any more. ``memory`` stays the caller's."""
+        with self._lock:
+            self._closed = True
+        self._loop.stop(CLOSE_S)
+        client, region = self._client, self._region
+        if client is None:
+            return
+        try:
+            if region is not None:
+                client.unregister(region)
+        except KVError as error:
+            log.warning("memory not unregistered", reason=f"{type(error).__name__}: {error}")
+        client.close()
+
+
+def verdict_of(status: Codes) -> Verdict:
+    """How a call with these block statuses ended as a whole."""
+    late = status == BlockStatus.LATE
+    if not len(status) or not (late | (status == BlockStatus.NODE_LOST)).all():
+        return Verdict.ANSWERED
+    return Verdict.LATE if late.any() else Verdict.LOST
+
+
+def _text(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in reasons.items())

@@ -1,0 +1,98 @@
+"""Store jobs, carried out: those of one request that follow each other go to the pool as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from kvstrata.engine_adapter.connector.base import GroupBlocks, PoolState
+from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, chunks_of
+from kvstrata.engine_adapter.connector.job_queue import continues
+from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, ERROR, LATE, Codes, TransferPool
+from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
+from kvstrata.engine_adapter.connector.pool import verdict_of
+from kvstrata.engine_adapter.connector.readiness import Verdict
+
+
+class Storer:
+    """Thread-safe: all state of a call is in its jobs. Jobs given to :meth:`run` continue one another."""
+
+    def __init__(
+        self,
+        pool: TransferPool,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._pool = pool
+        self._outbox = outbox
+        self._clock = clock
+        self._chunk_bytes = chunk_bytes
+        self._closing = False
+
+    def close(self) -> None:
+        """Jobs under way end after the call they are in."""
+        self._closing = True
+
+    def run(self, jobs: Sequence[OpenJob]) -> None:
+        """Ends each job exactly once, whatever happens; a mistake in this program is raised after that."""
+        width = self._pool.layout.hash_bytes
+        assert all(continues(a.job, b.job, width) for a, b in pairwise(jobs)), "not one chain"
+        left = list(jobs)
+        try:
+            while left and self._clock() > left[0].start_by:
+                self._outbox.end(left.pop(0), LATE)
+            if left:
+                untried = self._run(left)
+                while left:
+                    self._outbox.end(left.pop(0), untried)
+        finally:
+            for opened in left:
+                self._outbox.end(opened, ERROR)
+
+    def _run(self, jobs: Sequence[OpenJob]) -> str:
+        """Store what can be; returns why the rest was not tried."""
+        start_by = min(opened.start_by for opened in jobs)
+        merged = _merged(jobs)
+        for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes):
+            if self._closing:
+                return CLOSED
+            if self._pool.state is PoolState.ABSENT:
+                return ABSENT
+            if self._clock() > start_by:
+                return LATE
+            status = self._pool.store(jobs[0].job.cache_salt, chunk)
+            _share(jobs, chunk.column, chunk.start, status)
+            if verdict_of(status) is not Verdict.ANSWERED:
+                return ABSENT
+        return ""
+
+
+def _merged(jobs: Sequence[OpenJob]) -> list[GroupBlocks]:
+    """The jobs' blocks, group by group, as one chain each."""
+    if len(jobs) == 1:
+        return jobs[0].job.groups
+    columns = zip(*(opened.job.groups for opened in jobs), strict=True)
+    return [
+        GroupBlocks(
+            group=parts[0].group,
+            hashes=b"".join(part.hashes for part in parts),
+            block_ids=[block_id for part in parts for block_id in part.block_ids],
+            first_index=parts[0].first_index,
+            parent=parts[0].parent,
+        )
+        for parts in columns
+    ]
+
+
+def _share(jobs: Sequence[OpenJob], column: int, start: int, status: Codes) -> None:
+    """Enter the statuses of rows ``start`` and on of the merged group ``column`` where each job keeps them."""
+    stop, first = start + len(status), 0
+    for opened in jobs:
+        counts = [len(blocks.block_ids) for blocks in opened.job.groups]
+        low, high = max(start, first), min(stop, first + counts[column])
+        if low < high:
+            offset = sum(counts[:column]) - first
+            opened.status[offset + low : offset + high] = status[low - start : high - start]
+        first += counts[column]

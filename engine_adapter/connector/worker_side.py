@@ -1,0 +1,217 @@
+"""The connector's worker side: a rank's KV memory, moved to and from the pool by threads of its own.
+
+::
+
+    start(meta)      loads --> queue --> load threads ---+
+                     stores -> written                   +--> client calls --> outbox --> take_output()
+    forward_ended()  written -> queue -> store threads --+
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, Job, PoolState
+from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, problem_of
+from kvstrata.engine_adapter.connector.config import PoolConfig
+from kvstrata.engine_adapter.connector.job_queue import JobQueue
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Loader
+from kvstrata.engine_adapter.connector.lookup_server import LookupServer
+from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
+from kvstrata.engine_adapter.connector.pool import Pool, PoolClient, open_client, transfer_s
+from kvstrata.engine_adapter.connector.presence import answer_lookup
+from kvstrata.engine_adapter.connector.storing import Storer
+from kvstrata.engine_adapter.connector.workers import Workers
+from kvstrata.proto.logs import get_logger
+
+log = get_logger(__name__)
+
+#: Apart from each other, so that no load waits for a store.
+LOAD_THREADS: Final = 4
+STORE_THREADS: Final = 2
+#: What a call may take beyond its deadline (a silent peer), and a thread to end after it.
+CLOSE_GRACE_S: Final = 2.0
+
+
+class PoolWorkerSide:
+    """A :class:`~kvstrata.engine_adapter.connector.base.WorkerSide` over a pool. Nothing of it raises.
+
+    ``memory``: flat u8[layout.memory_bytes], zeroed, laid out as ``connector/layout.py`` says; the engine's to use
+    until and after :meth:`close`. ``start``, ``forward_ended`` and ``take_output`` are called from one thread.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        config: PoolConfig,
+        *,
+        rank: int = 0,
+        endpoint: str = "",
+        connect: Callable[[], PoolClient],
+        clock: Callable[[], float] = time.monotonic,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        call_s = transfer_s(config)
+        bound_s = 2 * call_s + CLOSE_GRACE_S
+        self.layout = layout
+        self._close_s = call_s + CLOSE_GRACE_S
+        self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock)
+        self.memory: npt.NDArray[np.uint8] = self._pool.memory
+        self._outbox = Outbox(layout, call_s, clock)
+        self._loader = Loader(self._pool, self._outbox, clock, chunk_bytes=chunk_bytes)
+        self._storer = Storer(self._pool, self._outbox, clock, chunk_bytes=chunk_bytes)
+        self._loads = JobQueue(blocks_max=layout.num_blocks * len(layout.groups))
+        self._stores = JobQueue(blocks_max=config.store_pending_blocks_max)
+        self._written: list[OpenJob] = []
+        self._closed = False
+        self._closing = threading.Lock()
+        self._lookups: LookupServer | None = None
+        if endpoint and rank == 0:
+            try:
+                self._lookups = LookupServer(endpoint, partial(answer_lookup, self._pool), bound_s=bound_s)
+            except BaseException:
+                self._pool.close()
+                raise
+        self._load_workers = Workers("connector-load", LOAD_THREADS, self._load_step, bound_s=bound_s)
+        self._store_workers = Workers("connector-store", STORE_THREADS, self._store_step, bound_s=bound_s)
+
+    # ------------------------------------------------------------------ the engine's calls
+
+    def start(self, meta: ConnectorMeta) -> None:
+        """Queue the meta's loads at once; its stores when :meth:`forward_ended` says the KV is written."""
+        for job in meta.loads:
+            if (opened := self._accepted(job)) is not None:
+                self._enqueue(opened, self._loads, self._load_workers)
+        for job in meta.stores:
+            if (opened := self._accepted(job)) is not None:
+                self._written.append(opened)
+        for job in meta.prefetches:
+            self._prefetch(job)
+
+    def forward_ended(self) -> None:
+        """The step's KV is in memory: its stores may begin."""
+        written, self._written = self._written, []
+        for opened in written:
+            self._enqueue(opened, self._stores, self._store_workers)
+
+    def take_output(self) -> ConnectorOutput:
+        """Outcomes since the last call, each once, and how the pool is. Cheap."""
+        return ConnectorOutput(outcomes=self._outbox.take(), pool=self._pool.state)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, from any thread, when there is an outcome to take."""
+        self._outbox.set_waker(wake)
+
+    def close(self) -> None:
+        """Every open job ends; memory is unregistered. Takes one call's deadline and a little at most. Safe twice."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if self._lookups is not None:
+            self._lookups.close()
+        self._loader.close()
+        self._storer.close()
+        for opened in (*self._loads.drain(), *self._stores.drain(), *self._written):
+            self._outbox.end(opened, CLOSED)
+        self._written = []
+        until = time.monotonic() + self._close_s
+        for workers in (self._load_workers, self._store_workers):
+            workers.stop(max(0.0, until - time.monotonic()))
+        for opened in self._outbox.still_open():
+            log.error("a transfer is overdue at close; its memory may still be written", job=opened.job.job_id)
+            self._outbox.end(opened, CLOSED)
+        self._pool.close()
+
+    # ------------------------------------------------------------------ what it says of itself
+
+    def stats(self) -> dict[str, float]:
+        """Sums since the start, see :meth:`Outbox.stats` and :meth:`LookupServer.stats`; queue lengths."""
+        waiting = {"loads_waiting": float(len(self._loads)), "stores_waiting": float(len(self._stores))}
+        return {**self._outbox.stats(), **waiting, **(self._lookups.stats() if self._lookups else {})}
+
+    def health(self) -> dict[str, object]:
+        """``healthy`` is about this side's own threads; an absent pool is in ``pool``, and is no problem here."""
+        parts: list[Workers | LookupServer] = [self._load_workers, self._store_workers]
+        if self._lookups is not None:
+            parts.append(self._lookups)
+        problems = [problem for part in parts for problem in part.problems()]
+        if problem := self._pool.problem():
+            problems.append(problem)
+        return {
+            "healthy": not problems,
+            "problems": problems,
+            "pool": self._pool.health(),
+            "thread_age_seconds": {name: age for part in parts for name, age in part.ages_s().items()},
+            "thread_failures": sum(part.failures() for part in parts),
+            "jobs_open": len(self._outbox.still_open()),
+        }
+
+    def check(self) -> None:
+        """Assert every structural invariant."""
+        for part in (self._outbox, self._loads, self._stores):
+            part.check()
+
+    # ------------------------------------------------------------------ jobs
+
+    def _accepted(self, job: Job) -> OpenJob | None:
+        """An open job to go on with; None when it has ended already."""
+        opened = self._outbox.accept(job)
+        if opened is None:
+            log.error("a job id was given twice: the second job is ignored", job=job.job_id)
+            return None
+        if problem := problem_of(job, self.layout):
+            log.error("a job that cannot be carried out", job=job.job_id, reason=problem)
+            self._outbox.end(opened, INVALID)
+        elif self._closed:
+            self._outbox.end(opened, CLOSED)
+        elif self._pool.state is PoolState.ABSENT:
+            self._outbox.end(opened, ABSENT)
+        else:
+            return opened
+        return None
+
+    def _enqueue(self, opened: OpenJob, queue: JobQueue, workers: Workers) -> None:
+        if queue.offer(opened):
+            workers.wake()
+        else:
+            self._outbox.end(opened, CLOSED if self._closed else SHED)
+
+    def _prefetch(self, job: Job) -> None:
+        if problem := problem_of(job, self.layout):
+            log.error("a prefetch that cannot be carried out", job=job.job_id, reason=problem)
+            return
+        for blocks in job.groups:
+            self._pool.prefetch(job.cache_salt, blocks.group, blocks.hashes)
+
+    def _load_step(self) -> bool:
+        opened = self._loads.take()
+        if opened is not None:
+            self._loader.run(opened)
+        return opened is not None
+
+    def _store_step(self) -> bool:
+        jobs = self._stores.take_chain(self.layout.hash_bytes)
+        if jobs:
+            self._storer.run(jobs)
+        return bool(jobs)
+
+
+def make_worker_side(
+    layout: PoolLayout, config: PoolConfig, *, rank: int = 0, endpoint: str = "", name: str = ""
+) -> PoolWorkerSide:
+    """The worker side of ``rank`` (its shard of ``layout.shard_count``). A pool that is down is no error.
+
+    ``endpoint``: where rank 0 answers lookups (``ipc://PATH``). ``name``: shown in the pool's health. Raises
+    :class:`InvalidArgument` for a configuration that names no pool, and for an endpoint that cannot be bound.
+    """
+    connect = partial(open_client, config, name and f"{name}/{rank}")
+    return PoolWorkerSide(layout, config, rank=rank, endpoint=endpoint, connect=connect)
