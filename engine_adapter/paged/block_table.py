@@ -24,12 +24,9 @@ class BlockTable:
 
     def __init__(self, max_seqs: int, max_blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.max_blocks = max_blocks
         self._table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
         self._lengths: npt.NDArray[np.int64] = np.zeros(max_seqs, np.int64)
-
-    @property
-    def max_blocks(self) -> int:
-        return self._table.shape[1]
 
     def num_blocks(self, row: int) -> int:
         return int(self._lengths[row])

@@ -14,11 +14,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.engine_adapter.paged.attention import KV
 from kvstrata.engine_adapter.paged.kv_cache_spec import FullAttentionSpec, KVCacheConfig
 from kvstrata.proto.errors import InvalidArgument
-
-#: float32 or float16.
-KVTensor = npt.NDArray[np.floating]
 
 
 class KVMemory:
@@ -35,15 +33,16 @@ class KVMemory:
         if buffer.nbytes != expected or buffer.ndim != 1 or buffer.dtype != np.uint8:
             raise InvalidArgument(f"KV memory of {expected} bytes expected, got {buffer.dtype} {buffer.shape}")
         self.buffer = buffer
-        self.layers: list[KVTensor] = [self._view(config, *place) for place in layer_places(config)]
+        self.layers: list[KV] = [self._view(config, *place) for place in layer_places(config)]
 
-    def _view(self, config: KVCacheConfig, group: int, tensor: int) -> KVTensor:
+    def _view(self, config: KVCacheConfig, group: int, tensor: int) -> KV:
         spec = config.groups[group].spec
         if not isinstance(spec, FullAttentionSpec):
             raise InvalidArgument(f"KV cache group {group} is {type(spec).__name__}: the model has K and V of heads")
         size = config.num_blocks * config.page_size_bytes
-        pages = self.buffer[tensor * size : (tensor + 1) * size].view(np.dtype(spec.dtype))
-        return pages.reshape(2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        pages = self.buffer[tensor * size : (tensor + 1) * size]
+        shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        return (pages.view(np.float16) if spec.dtype == "float16" else pages.view(np.float32)).reshape(shape)
 
 
 def layer_places(config: KVCacheConfig) -> list[tuple[int, int]]:

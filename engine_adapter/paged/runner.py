@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvstrata.engine_adapter.paged.attention import KV
 from kvstrata.engine_adapter.paged.batch_parts import Part, build_batch
 from kvstrata.engine_adapter.paged.block_table import BlockTable
 from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig, SlidingWindowSpec
-from kvstrata.engine_adapter.paged.kv_memory import KVTensor, layer_places
+from kvstrata.engine_adapter.paged.kv_memory import layer_places
 from kvstrata.engine_adapter.paged.outputs import (
     BlockIds,
     CachedRequest,
@@ -27,7 +28,7 @@ from kvstrata.engine_adapter.paged.sampling import log_probabilities, sample
 class Model(Protocol):
     """What a runner needs of a model."""
 
-    def forward(self, batch: Batch, kv: Sequence[KVTensor]) -> F32:
+    def forward(self, batch: Batch, kv: Sequence[KV]) -> F32:
         """Write the KV of the batch's tokens; logits float32 [len(batch.logits_rows), vocab]."""
         ...
 
@@ -50,7 +51,7 @@ class ModelRunner:
         self,
         model: Model,
         config: KVCacheConfig,
-        kv: Sequence[KVTensor],
+        kv: Sequence[KV],
         *,
         max_num_seqs: int,
         clock: Callable[[], float] = time.perf_counter,

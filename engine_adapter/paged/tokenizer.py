@@ -14,7 +14,15 @@ from kvstrata.proto.errors import ConfigError, InvalidArgument
 #: What decoding puts where bytes are no character, or not yet a whole one.
 REPLACEMENT: Final = "\ufffd"
 #: Names under which tokenizers of this architecture know their end of sequence, most specific first.
-_EOS_NAMES: Final = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
+_EOS_NAMES: Final[tuple[str, ...]] = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+)
 
 
 class Tokenizer(Protocol):
