@@ -1,0 +1,114 @@
+"""Stopwatches around the two seams of an engine: it is given what it would have, and computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstrata.cli.paged_replay.spans import Spans
+from kvstrata.engine_adapter.connector.base import (
+    BlockIds,
+    ConnectorMeta,
+    ConnectorOutput,
+    ConnectorRequest,
+    LoadEnd,
+    SchedulerSide,
+)
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.paged.executor import Executor
+from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig
+from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput
+
+
+class TimedConnector:
+    """A scheduler side that notes when a lookup is waited for, and how long loads take."""
+
+    def __init__(self, inner: SchedulerSide, spans: Spans) -> None:
+        self._inner = inner
+        self._spans = spans
+
+    def on_new_request(self, request: ConnectorRequest) -> None:
+        self._inner.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> int | None:
+        matched = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        if matched is None:
+            self._spans.asked(request.request_id)
+        else:
+            self._spans.answered(request.request_id)
+        return matched
+
+    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
+        job_id = self._inner.update_state_after_alloc(request, block_ids, num_external)
+        if job_id is not None:
+            self._spans.load_started(request.request_id)
+        return job_id
+
+    def build_meta(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> ConnectorMeta | None:
+        return self._inner.build_meta(computed)
+
+    def update_output(self, outputs: Sequence[ConnectorOutput]) -> list[LoadEnd]:
+        ends = self._inner.update_output(outputs)
+        for end in ends:
+            self._spans.load_ended(end.request_id)
+        return ends
+
+    def request_stopped(self, request: ConnectorRequest) -> None:
+        self._inner.request_stopped(request)
+
+    def forward_done(self, tokens: int, seconds: float) -> None:
+        self._inner.forward_done(tokens, seconds)
+
+    def jobs_pending(self) -> int:
+        return self._inner.jobs_pending()
+
+    def fileno_or_none(self) -> int | None:
+        return self._inner.fileno_or_none()
+
+    def stats(self) -> dict[str, float]:
+        return self._inner.stats()
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class TimedExecutor:
+    """An executor that notes for whom a step computed, and how long."""
+
+    def __init__(self, inner: Executor, spans: Spans) -> None:
+        self._inner = inner
+        self._spans = spans
+
+    @property
+    def kv_config(self) -> KVCacheConfig:
+        return self._inner.kv_config
+
+    @property
+    def layout(self) -> PoolLayout:
+        return self._inner.layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inner.vocab_size
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._inner.eos_token_id
+
+    @property
+    def max_model_len(self) -> int:
+        return self._inner.max_model_len
+
+    def execute(self, output: SchedulerOutput) -> list[ModelRunnerOutput]:
+        started = self._spans.clock()
+        ranks = self._inner.execute(output)
+        self._spans.computed(list(output.num_scheduled_tokens), self._spans.clock() - started)
+        return ranks
+
+    def wake_fds(self) -> list[int]:
+        return self._inner.wake_fds()
+
+    def close(self) -> None:
+        self._inner.close()
