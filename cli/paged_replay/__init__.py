@@ -1,4 +1,4 @@
-"""``kvstrata replay --engine paged``: recorded text on real engines, the same greedy tokens with and without the pool."""
+"""``kvstrata replay --engine paged``: recorded text on real engines, with and without the pool."""
 
 from kvstrata.cli.paged_replay.options import CaseName, PagedOptions
 from kvstrata.cli.paged_replay.replay import run_paged_replay

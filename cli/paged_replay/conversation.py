@@ -10,8 +10,8 @@ import random
 
 from kvstrata.cli.paged_replay.text_trace import TextRequest, TextSession, TextTrace
 
-_NOUNS = ("parser", "cache", "queue", "worker", "index", "buffer", "token", "reader", "socket", "planner", "ledger", "mapper", "router", "cursor")
-_VERBS = ("load", "store", "merge", "split", "open", "close", "flush", "trim", "reset", "check", "visit", "bind", "drop", "scan")
+_NOUNS = ("parser", "cache", "queue", "worker", "index", "buffer", "token", "reader", "socket", "planner", "ledger")
+_VERBS = ("load", "store", "merge", "split", "open", "close", "flush", "trim", "reset", "check", "visit", "bind")
 _KINDS = ("int", "str", "bytes", "float", "bool", "list", "dict", "None")
 
 

@@ -16,11 +16,9 @@ from collections import deque
 import msgspec
 
 from kvstrata.cli.paged_replay.messages import KINDS, Begin, FirstToken, Prompt, Ready, Served, Summary, pack, unpack
-from kvstrata.cli.paged_replay.spans import Spans
-from kvstrata.cli.paged_replay.timed_engine import timed_engine
+from kvstrata.cli.paged_replay.stopwatches import TimedEngine
 from kvstrata.cli.replay.messages import Finish, Message, Pipe
 from kvstrata.engine_adapter.paged.config import EngineConfig
-from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.outputs import RequestOutput
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
@@ -40,7 +38,7 @@ _log = get_logger(__name__)
 class Inbox:
     """What the coordinator sent, with the moment it came; filled by a thread of its own."""
 
-    def __init__(self, pipe: Pipe, engine: Engine) -> None:
+    def __init__(self, pipe: Pipe, engine: TimedEngine) -> None:
         self._pipe = pipe
         self._engine = engine
         self._messages: deque[tuple[float, Message]] = deque()
@@ -70,9 +68,9 @@ class Inbox:
 class Server:
     """Steps the engine for what comes in."""
 
-    def __init__(self, engine: Engine, spans: Spans, begin: Begin, inbox: Inbox, out: Pipe) -> None:
+    def __init__(self, engine: TimedEngine, begin: Begin, inbox: Inbox, out: Pipe) -> None:
         self._engine = engine
-        self._spans = spans
+        self._spans = engine.spans
         self._begin = begin
         self._inbox = inbox
         self._out = out
@@ -167,9 +165,8 @@ def run(stream: socket.socket) -> int:
     # Two ends of one socket: the reading thread's deadline must not become the sender's.
     pipe, out = Pipe(stream, KINDS), Pipe(stream.dup(), KINDS)
     begin = pipe.receive(Begin, BEGIN_S)
-    spans = Spans()
     try:
-        engine = timed_engine(msgspec.convert(begin.config, EngineConfig), spans)
+        engine = TimedEngine.create(msgspec.convert(begin.config, EngineConfig))
     except (KVError, msgspec.ValidationError) as error:
         out.send(Ready(begin.engine, error=f"{type(error).__name__}: {error}"), SEND_S)
         return 1
@@ -185,7 +182,7 @@ def run(stream: socket.socket) -> int:
             ),
             SEND_S,
         )
-        return Server(engine, spans, begin, Inbox(pipe, engine), out).run()
+        return Server(engine, begin, Inbox(pipe, engine), out).run()
     except Unavailable as error:
         _log.warning("coordinator_gone", engine=begin.engine, error=str(error))
         return 1

@@ -46,7 +46,9 @@ def _by_length(axes: Axes, result: PagedResult) -> None:
 def _distribution(axes: Axes, result: PagedResult) -> None:
     for case in result.cases:
         ordered = np.sort(case.ttft_s)
-        axes.plot(ordered, 100 * np.arange(1, len(ordered) + 1) / len(ordered), color=COLOURS[case.name], label=case.name)
+        axes.plot(
+            ordered, 100 * np.arange(1, len(ordered) + 1) / len(ordered), color=COLOURS[case.name], label=case.name
+        )
     axes.set(xlabel="seconds", ylabel="% of requests", xscale="log", ylim=(-2, 102))
 
 

@@ -65,9 +65,7 @@ class _Bar:
             self._progress(self._done, self._of)
 
 
-def _run_case(
-    name: CaseName, options: PagedOptions, plan: Plan, tokenizer: str, folder: Path, bar: _Bar
-) -> CaseRun:
+def _run_case(name: CaseName, options: PagedOptions, plan: Plan, tokenizer: str, folder: Path, bar: _Bar) -> CaseRun:
     if name != "pool":
         return _serve(name, options, plan, tokenizer, folder, bar, "")
     pool = RunningPool(options.masters) if options.masters is not None else _own_pool(options)

@@ -74,7 +74,7 @@ def notes(result: PagedResult) -> list[str]:
         f"{plan.skipped} skipped for having more than {options.max_prompt_tokens:,}; "
         f"{options.output_tokens} tokens generated at most, recorded replies are not fed back",
         f"each engine's own cache: {ready.num_blocks:,} blocks, {format_size(options.kv_bytes)}; hits are multiples of "
-        f"{ready.aligned_tokens} tokens; private caches without bounds would hit {_percent(result.private_ceiling_rate)}",
+        f"{ready.aligned_tokens} tokens; without bounds such caches would hit {_percent(result.private_ceiling_rate)}",
         "measured: all of it. TTFT from before a request is sent to its first token; the ceiling is a simulator's",
     ]
     if options.faults:

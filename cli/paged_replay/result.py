@@ -11,6 +11,7 @@ from kvstrata.cli.paged_replay.options import CaseName, PagedOptions
 from kvstrata.cli.paged_replay.plan import Plan
 from kvstrata.cli.paged_replay.simulator import Ints, cache_each, one_cache
 
+
 @dataclass(frozen=True, slots=True)
 class PagedResult:
     """Everything a report needs. ``ceiling`` and ``private_ceiling``: tokens hit with caches of infinite size."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from kvstrata.cli.paged_replay.spans import Spans
 from kvstrata.engine_adapter.connector.base import (
@@ -14,9 +15,12 @@ from kvstrata.engine_adapter.connector.base import (
     SchedulerSide,
 )
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.paged.config import EngineConfig
+from kvstrata.engine_adapter.paged.engine import Connect, Engine
 from kvstrata.engine_adapter.paged.executor import Executor
 from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput
+from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
 
 
 class TimedConnector:
@@ -112,3 +116,20 @@ class TimedExecutor:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class TimedEngine(Engine):
+    """An engine with stopwatches on both seams; ``spans`` is what they show."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        connect: Connect | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        spans = self.spans = Spans(clock)
+        timed = None if connect is None else lambda holder: TimedConnector(connect(holder), spans)
+        super().__init__(config, TimedExecutor(executor, spans), tokenizer, timed, clock=clock)
