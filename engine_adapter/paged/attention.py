@@ -12,6 +12,7 @@ changes no bit of the others.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -98,7 +99,7 @@ class PagedAttention:
     def _attend(self, meeting: Meeting, segments: int, keys: F32, values: F32, state: _Softmax) -> None:
         tiles = meeting.end - meeting.first
         shape = (tiles, segments, self._kv_heads, TILE * self._group)
-        count = int(np.prod(shape))
+        count = prod(shape)
         scores = self._scores[: count * SEGMENT].reshape(*shape, SEGMENT)
         outs = self._outs[: count * self._head_size].reshape(*shape, self._head_size)
         np.matmul(state.queries[meeting.first : meeting.end], keys, out=scores)

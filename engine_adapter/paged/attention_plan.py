@@ -28,7 +28,7 @@ from kvstrata.engine_adapter.paged.rows import I64, TILE, Batch
 
 SEGMENT: Final = 256
 #: Meetings computed together: enough to pay for a call, few enough that their scores stay in the CPU's cache.
-MEETINGS_MAX: Final = 8
+MEETINGS_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,11 +81,13 @@ class Llama:
         return wanted.gather(multiply(normed, self.weights.lm_head))
 
     def _plans(self, batch: Batch, kv: Sequence[KV]) -> list[AttentionPlan]:
-        """One a group, by the window of its first layer: layers of a group are alike."""
+        """One a group: its layers are alike."""
         plans = []
         for group in range(len(batch.groups)):
-            layer = list(batch.layer_group).index(group)
-            plans.append(plan_attention(batch, group, kv[layer].shape[2], self.config.sliding_window(layer)))
+            layers = [layer for layer, its in enumerate(batch.layer_group) if its == group]
+            kinds = {(kv[layer].shape[2], self.config.sliding_window(layer)) for layer in layers}
+            assert len(kinds) == 1, f"group {group}: layers with (block size, window) {sorted(kinds)}: expected one"
+            plans.append(plan_attention(batch, group, *kinds.pop()))
         return plans
 
     def _check(self, batch: Batch, kv: Sequence[KV]) -> None:

@@ -144,7 +144,7 @@ def random_tensors(config: LlamaConfig, seed: int) -> Read:
     return read
 
 
-_GAINS: Final = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "lm_head": 2.0}
+_GAINS: Final = {"q_proj": 2.4, "k_proj": 2.4, "o_proj": 2.0, "lm_head": 2.0}
 
 
 def _checked(
