@@ -37,10 +37,10 @@ class WebServer:
     """Serves ``app`` on ``HOST:PORT``; ``address`` is the real one (port 0 picks a free port).
 
     Raises :class:`ConfigError` when it cannot bind. The application must not block its event loop: hand
-    slow work to a thread.
+    slow work to a thread. Past ``requests_max`` connections or requests the answer is 503.
     """
 
-    def __init__(self, app: App, address: str) -> None:
+    def __init__(self, app: App, address: str, *, requests_max: int = CONCURRENT_REQUESTS_MAX) -> None:
         self._socket = _bound(address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -53,7 +53,7 @@ class WebServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=CONCURRENT_REQUESTS_MAX,
+            limit_concurrency=requests_max,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
