@@ -8,19 +8,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client import Client
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.results import LoadResult, Lookup, StoreResult
-from kvstrata.client.transfers import Prefetch
+from kvstrata.client.results import Lookup
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
-from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
 from kvstrata.proto.errors import (
     Closed,
@@ -47,49 +45,6 @@ Codes = npt.NDArray[np.uint8]
 _ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Closed)
 
 
-class PoolClient(Protocol):
-    """What is used of :class:`kvstrata.client.Client`."""
-
-    def namespace(
-        self, group: str, *, block_bytes: int, block_tokens: int, hash_bytes: int, shard: int, shard_count: int
-    ) -> PoolNamespace: ...
-    def allocate(self, nbytes: int) -> Region: ...
-    def register(self, buffer: Bytes) -> Region: ...
-    def unregister(self, region: Region) -> None: ...
-    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
-    def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Prefetch: ...
-    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
-    def store(
-        self,
-        namespace: PoolNamespace,
-        cache_salt: str,
-        hashes: bytes,
-        blocks: BlockView,
-        parent: bytes | None,
-        first_index: int,
-    ) -> StoreResult: ...
-    def health(self) -> dict[str, object]: ...
-    def close(self) -> None: ...
-
-
-def open_client(config: PoolConfig, name: str) -> PoolClient:
-    """A client whose calls take at most :func:`transfer_s`. Raises what :class:`Client` raises."""
-    return Client(
-        config.masters,
-        config.token or None,
-        config.transport,
-        config.verify,
-        max(1, int(transfer_s(config) * 1e3)),
-        name=name,
-    )
-
-
-def transfer_s(config: PoolConfig) -> float:
-    """Seconds one call to the pool may take: half of a load's time, so that a load that begins its last call
-    within the other half ends in time."""
-    return config.load_deadline_ms / 2e3
-
-
 class Pool:
     """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use.
 
@@ -106,6 +61,8 @@ class Pool:
         transfer_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not 0 <= rank < layout.shard_count:
+            raise InvalidArgument(f"rank {rank}: the layout has {layout.shard_count} shards, one a rank")
         self.layout = layout
         self._rank = rank
         self._connect = connect

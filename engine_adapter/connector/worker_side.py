@@ -26,7 +26,8 @@ from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
-from kvstrata.engine_adapter.connector.pool import Pool, PoolClient, open_client, transfer_s
+from kvstrata.engine_adapter.connector.pool import Pool
+from kvstrata.engine_adapter.connector.pool_client import PoolClient, open_client, transfer_s
 from kvstrata.engine_adapter.connector.presence import answer_lookup
 from kvstrata.engine_adapter.connector.storing import Storer
 from kvstrata.engine_adapter.connector.workers import Workers
@@ -76,7 +77,8 @@ class PoolWorkerSide:
         self._lookups: LookupServer | None = None
         if endpoint and rank == 0:
             try:
-                self._lookups = LookupServer(endpoint, partial(answer_lookup, self._pool), bound_s=bound_s)
+                asking_s = call_s * len(layout.groups) + CLOSE_GRACE_S
+                self._lookups = LookupServer(endpoint, partial(answer_lookup, self._pool), bound_s=asking_s)
             except BaseException:
                 self._pool.close()
                 raise

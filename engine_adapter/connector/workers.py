@@ -30,8 +30,9 @@ class Workers:
 
     def wake(self) -> None:
         """There is work: an idle thread looks for it now; busy ones look again before they rest."""
-        for busy, loop in zip(self._busy, self._loops, strict=True):
-            if not busy:
+        for index, loop in enumerate(self._loops):
+            if not self._busy[index]:
+                self._busy[index] = True  # or the next call would wake the same one again
                 loop.wake()
                 return
         for loop in self._loops:
@@ -60,6 +61,6 @@ class Workers:
         try:
             more = self._step()
         finally:
-            self._busy[index] = False
+            self._busy[index] = more
             if more:
                 self._loops[index].wake()

@@ -1,0 +1,58 @@
+"""What the worker side uses of the client: a protocol, so that tests can script one, and how one is made."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.client import Client
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.results import LoadResult, Lookup, StoreResult
+from kvstrata.client.transfers import Prefetch
+from kvstrata.engine_adapter.connector.config import PoolConfig
+from kvstrata.transfer.regions import BlockView, Region
+
+
+class PoolClient(Protocol):
+    """What is used of :class:`kvstrata.client.Client`."""
+
+    def namespace(
+        self, group: str, *, block_bytes: int, block_tokens: int, hash_bytes: int, shard: int, shard_count: int
+    ) -> PoolNamespace: ...
+    def allocate(self, nbytes: int) -> Region: ...
+    def register(self, buffer: npt.NDArray[np.uint8]) -> Region: ...
+    def unregister(self, region: Region) -> None: ...
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
+    def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Prefetch: ...
+    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
+    def store(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: bytes,
+        blocks: BlockView,
+        parent: bytes | None,
+        first_index: int,
+    ) -> StoreResult: ...
+    def health(self) -> dict[str, object]: ...
+    def close(self) -> None: ...
+
+
+def open_client(config: PoolConfig, name: str) -> PoolClient:
+    """A client whose calls take at most :func:`transfer_s`. Raises what :class:`Client` raises."""
+    return Client(
+        config.masters,
+        config.token or None,
+        config.transport,
+        config.verify,
+        max(1, int(transfer_s(config) * 1e3)),
+        name=name,
+    )
+
+
+def transfer_s(config: PoolConfig) -> float:
+    """Seconds one call to the pool may take: half of a load's time, so that a load that begins its last call
+    within the other half ends in time."""
+    return config.load_deadline_ms / 2e3
