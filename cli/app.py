@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.cli import bench, daemons, dev_cluster, health, traffic
+from kvstrata.cli import bench, daemons, dev_cluster, health, serve, traffic
 from kvstrata.cli.output import Exit
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(daemons.master)
 app.command()(daemons.storage)
+app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
 app.add_typer(health.node, name="node")

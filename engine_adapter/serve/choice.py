@@ -33,16 +33,13 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class Choice:
     """Turns one request's outputs into deltas.
 
-    ``silent_token_ids`` end an answer without being part of its text (end of text, ``stop_token_ids``). They count
-    as generated tokens all the same. After a stop string the engine may still send tokens: they count for nothing.
+    A token that the engine stops at (end of text, one of ``stop_token_ids``) counts as generated and is no part of
+    the text. After a stop string the engine may still send tokens: they count for nothing.
     """
 
-    def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], silent_token_ids: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
-        self._silent = silent_token_ids
         self._decoded = 0  # characters that the tokens so far stand for
         self.finish_reason: str | None = None
         self.error = ""
@@ -84,7 +81,7 @@ class Choice:
         text, tokens = "", []
         for index, token_id in enumerate(output.new_token_ids):
             self.num_output_tokens += 1
-            if output.finish_reason == "stop" and index == len(output.new_token_ids) - 1 and token_id in self._silent:
+            if output.finish_reason == "stop" and index == len(output.new_token_ids) - 1:
                 break
             if output.logprobs:
                 tokens.append(ChosenToken(token_id, output.logprobs[index], self._decoded))

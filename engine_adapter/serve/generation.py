@@ -22,8 +22,9 @@ from kvstrata.proto.errors import KVError
 class Generation:
     """The prompts of one HTTP request, in the engine until :meth:`close`."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics) -> None:
+    def __init__(self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics, num_prompts: int) -> None:
         self.id = uuid.uuid4().hex
+        self.num_prompts = num_prompts
         self.choices: list[Choice] = []
         self._engine = engine
         self._model = model
@@ -35,11 +36,7 @@ class Generation:
 
     def start(self, prompts: Sequence[list[int]], request: GenerationRequest, sampling: SamplingParams) -> None:
         """Submit all prompts or none. Raises :class:`ApiError` as the engine refuses."""
-        model = self._model
-        silent = frozenset(sampling.stop_token_ids)
-        if model.tokenizer.eos_token_id is not None and not sampling.ignore_eos:
-            silent |= {model.tokenizer.eos_token_id}
-        self.choices = [Choice(Detokenizer(model.tokenizer), request.stops, silent) for _ in prompts]
+        self.choices = [Choice(Detokenizer(self._model.tokenizer), request.stops) for _ in prompts]
         self._first_token_s = [None] * len(prompts)
         try:
             for index, prompt in enumerate(prompts):

@@ -16,12 +16,16 @@ from kvstrata.engine_adapter.serve.served_model import ServedModel
 
 
 class Service:
-    """Starts generations and knows which run. ``drain``, ``wait_idle`` and ``abort_all`` are for another thread."""
+    """Starts generations and knows which run. ``drain``, ``wait_idle`` and ``abort_all`` are for another thread.
 
-    def __init__(self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics) -> None:
+    ``prompts_max`` in the engine at a time: no more than it queues, so that the refusal is ours, and a 429.
+    """
+
+    def __init__(self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics, prompts_max: int) -> None:
         self.engine = engine
         self.model = model
         self.metrics = metrics
+        self._prompts_max = prompts_max
         self._draining = False
         self._changed = threading.Condition()
         self._active: set[Generation] = set()
@@ -43,9 +47,8 @@ class Service:
             raise ApiError(503, self.problem, code="engine_unavailable")
         for prompt in prompts:
             self._refuse_overlong(len(prompt), sampling.max_tokens)
-        generation = Generation(self.engine, self.model, self.metrics)
-        with self._changed:
-            self._active.add(generation)
+        generation = Generation(self.engine, self.model, self.metrics, len(prompts))
+        self._admit(generation)
         try:
             generation.start(prompts, request, sampling)
             yield generation
@@ -76,6 +79,15 @@ class Service:
             active = list(self._active)
         for generation in active:
             generation.abort()
+
+    def _admit(self, generation: Generation) -> None:
+        with self._changed:
+            prompts = sum(active.num_prompts for active in self._active)
+            if prompts + generation.num_prompts > self._prompts_max:
+                raise ApiError(
+                    429, f"the engine has {prompts} prompts at work or queued, and takes {self._prompts_max}"
+                )
+            self._active.add(generation)
 
     def _refuse_overlong(self, prompt_tokens: int, max_tokens: int) -> None:
         total, limit = prompt_tokens + max_tokens, self.model.max_model_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,16 +22,17 @@ from kvstrata.engine_adapter.serve.served_model import ServedModel
 from kvstrata.engine_adapter.serve.service import Service
 from kvstrata.proto.errors import KVError
 
+PROMPTS_MAX = 200
 CREATED = 1_700_000_000
 
 
 class ScriptedEngine:
-    """Answers every prompt with ``answer`` at once, ``chunk`` tokens an output; or holds its requests if told."""
+    """Answers every prompt with ``answer`` and EOS at once, ``chunk`` tokens an output; holds its requests if told."""
 
     def __init__(self) -> None:
         self.answer: Sequence[int] = b"hello world"
         self.chunk = 1
-        self.finish: str | None = None  #: reason of the last output; by default what the length says
+        self.finish: str | None = None  #: ends at the last token of the answer for this reason
         self.error = ""
         self.local, self.external = 0, 0
         self.hold = False
@@ -42,6 +44,7 @@ class ScriptedEngine:
         self.current = EngineStats()
         self.submitted: list[tuple[list[int], SamplingParams, str]] = []
         self.aborted: list[str] = []
+        self.asked = threading.Event()
         self.callbacks: dict[str, Callable[[RequestOutput], None]] = {}
 
     def submit(
@@ -59,6 +62,7 @@ class ScriptedEngine:
         assert request_id is not None and request_id not in self.callbacks
         self.submitted.append((list(prompt_token_ids), sampling.validated(), cache_salt))
         self.callbacks[request_id] = on_output
+        self.asked.set()
         if not self.hold:
             self.play(request_id)
         return request_id
@@ -66,8 +70,10 @@ class ScriptedEngine:
     def play(self, request_id: str) -> None:
         """All of the answer."""
         prompt, sampling, _ = self.submitted[list(self.callbacks).index(request_id)]
-        tokens = list(self.answer)[: sampling.max_tokens]
-        reason = self.finish or ("length" if len(tokens) == sampling.max_tokens else "stop")
+        tokens = [*self.answer, ByteTokenizer.EOS][: sampling.max_tokens]
+        reason = "length" if len(tokens) == sampling.max_tokens else "stop"
+        if self.finish is not None:
+            tokens, reason = list(self.answer), self.finish
         pieces = [tokens[at : at + self.chunk] for at in range(0, len(tokens), self.chunk)] or [[]]
         for number, piece in enumerate(pieces):
             self.give(request_id, piece, reason if number == len(pieces) - 1 else None, len(prompt), sampling.logprobs)
@@ -107,7 +113,7 @@ class Bench:
     def __init__(self, options: AppOptions) -> None:
         self.engine = ScriptedEngine()
         self.model = ServedModel("tiny", 4096, ByteTokenizer(), CREATED)
-        self.service = Service(self.engine, self.model, ServeMetrics("tiny", self.engine.stats))
+        self.service = Service(self.engine, self.model, ServeMetrics("tiny", self.engine.stats), PROMPTS_MAX)
         self.app: Starlette = serve_app(self.service, options)
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:

@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.engine_adapter.paged.tokenizer import ByteTokenizer
-
 Events = Callable[[httpx.Response], list[dict[str, Any]]]
 
 
@@ -22,8 +20,8 @@ def test_a_prompt_is_answered_with_its_usage(bench: Any) -> None:
     assert body["choices"] == [{"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "stop"}]
     assert body["usage"] == {
         "prompt_tokens": 2,
-        "completion_tokens": 11,
-        "total_tokens": 13,
+        "completion_tokens": 12,
+        "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 1},
         "kvstrata": {"local_cached_tokens": 1, "external_cached_tokens": 0},
     }
@@ -84,7 +82,7 @@ def test_a_stream_joins_to_the_whole_answer(bench: Any, read_events: Events) -> 
 def test_a_stream_ends_with_usage_where_it_is_asked_for(bench: Any, read_events: Events) -> None:
     got = read_events(bench.complete(stream=True, stream_options={"include_usage": True}))
     assert all(event["usage"] is None for event in got[:-1])
-    assert got[-1]["choices"] == [] and got[-1]["usage"]["completion_tokens"] == 11
+    assert got[-1]["choices"] == [] and got[-1]["usage"]["completion_tokens"] == 12
 
 
 def test_a_streamed_batch_says_whose_text_it_is(bench: Any, read_events: Events) -> None:
@@ -122,10 +120,10 @@ def test_a_stop_string_ends_the_answer_and_the_work(bench: Any, read_events: Eve
 
 
 def test_a_stop_token_is_counted_and_not_shown(bench: Any) -> None:
-    bench.engine.answer = [*b"done", ByteTokenizer.EOS]
+    bench.engine.answer = b"done"
     body = bench.complete().json()
     assert body["choices"][0]["text"] == "done" and body["usage"]["completion_tokens"] == 5
-    bench.engine.answer = b"done!"
+    bench.engine.answer, bench.engine.finish = b"done!", "stop"
     assert bench.complete(stop_token_ids=[ord("!")]).json()["choices"][0]["text"] == "done"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,27 @@ def test_a_batch_is_in_the_engine_whole_or_not_at_all(bench: Any) -> None:
     bench.engine.refuse, bench.engine.refuse_from, bench.engine.hold = Busy("full"), 2, True
     assert bench.complete(prompt=["a", "b", "c"]).status_code == 429
     assert set(bench.engine.callbacks) <= set(bench.engine.aborted) and len(bench.engine.callbacks) == 2
+
+
+def test_more_prompts_than_the_engine_queues(bench: Any) -> None:
+    bench.engine.hold = True
+
+    async def ask() -> None:
+        body = {"prompt": ["a"] * 128, "max_tokens": 1}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(bench.app), base_url="http://engine") as client:
+            first = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            async with asyncio.timeout(5):
+                while len(bench.engine.callbacks) < 128:
+                    await asyncio.sleep(0.001)
+            refused = await client.post("/v1/completions", json=body)
+            assert refused.status_code == 429 and "128" in refused.json()["error"]["message"]
+            for request_id in bench.engine.callbacks:
+                bench.engine.give(request_id, [65], "length")
+            assert (await first).status_code == 200
+            bench.engine.hold = False
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("stream", [False, True])

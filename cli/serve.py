@@ -1,0 +1,150 @@
+"""``kvstrata serve``: the bundled engine behind an OpenAI-compatible server, in the foreground."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstrata.cli.daemons import Config, Format, Level
+from kvstrata.cli.output import expected_errors
+from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
+from kvstrata.cli.sizes import address_flag, addresses_flag, size_flag
+
+
+class KVDtype(enum.StrEnum):
+    """``--kv-dtype``."""
+
+    float32 = "float32"
+    float16 = "float16"
+
+
+class LoadChoice(enum.StrEnum):
+    """``--load-policy``."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+_MODEL = "Model"
+_CACHE = "The engine's own KV cache"
+_STEP = "Steps and ranks"
+_POOL = "Pool"
+
+
+def serve(
+    config: Config = None,
+    listen: Annotated[str, address_flag(help="HTTP: the API, metrics, health. Port 0 picks a free one.")] = (
+        "127.0.0.1:8000"
+    ),
+    api_key: Annotated[
+        str, typer.Option(help="Key that clients must send. Set it by KVSTRATA_SERVE_API_KEY: flags can be seen.")
+    ] = "",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default what --model says.")
+    ] = None,
+    enable_reset: Annotated[bool, typer.Option(help="Serve POST /reset_prefix_cache.")] = False,
+    grace: Annotated[float, typer.Option(help="Seconds that answers may go on after SIGTERM.", min=0)] = 10.0,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder with config.json and safetensors, or tiny, tiny-swa, 8m, 13m, 100m: random weights.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "tiny",
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="A tokenizer.json; by default the model folder's, else bytes.", rich_help_panel=_MODEL),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Seed of random weights.", min=0, rich_help_panel=_MODEL)] = 0,
+    max_model_len: Annotated[
+        int, typer.Option(help="Longest prompt and answer, in tokens; 0: what the model can.", rich_help_panel=_MODEL)
+    ] = 0,
+    kv_dtype: Annotated[KVDtype, typer.Option(help="Of cached KV.", rich_help_panel=_MODEL)] = KVDtype.float32,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.", rich_help_panel=_CACHE)] = 16,
+    kv_memory: Annotated[int, size_flag(help="Memory for KV, each rank.", rich_help_panel=_CACHE)] = 1 << 30,
+    num_blocks: Annotated[
+        int, typer.Option(help="Blocks; 0: as many as fit in --kv-memory.", rich_help_panel=_CACHE)
+    ] = 0,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Keep blocks of finished requests for later ones.", rich_help_panel=_CACHE)
+    ] = True,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.", rich_help_panel=_STEP)] = 1024,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests a step.", rich_help_panel=_STEP)] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Requests queued; more are refused.", rich_help_panel=_STEP)] = 4096,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks, a process each.", rich_help_panel=_STEP)] = 1,
+    threads: Annotated[int, typer.Option(help="BLAS threads a rank.", rich_help_panel=_STEP)] = 1,
+    pool: Annotated[
+        str | None,
+        addresses_flag(help="Channel address of every master; without it there is no pool.", rich_help_panel=_POOL),
+    ] = None,
+    load_policy: Annotated[
+        LoadChoice, typer.Option(help="Load what is faster to load than to compute, or not.", rich_help_panel=_POOL)
+    ] = LoadChoice.auto,
+    load_deadline_ms: Annotated[
+        int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
+    ] = 5_000,
+    store: Annotated[bool, typer.Option(help="Store computed blocks in the pool.", rich_help_panel=_POOL)] = True,
+    name: Annotated[str, typer.Option(help="The engine's name in logs and in the pool.", rich_help_panel=_POOL)] = "",
+    log_format: Format = LogFormat.text,
+    log_level: Level = LogLevel.info,
+) -> None:
+    """Run an engine with an OpenAI-compatible API: its KV cache is the pool's, where one is named."""
+    with expected_errors():
+        configure_logs(log_format, log_level)
+        from kvstrata.engine_adapter.paged.config import (
+            CacheConfig,
+            EngineConfig,
+            ModelConfig,
+            PoolConfig,
+            StepConfig,
+        )
+        from kvstrata.engine_adapter.serve.daemon import ServeConfig, run
+
+        engine = EngineConfig(
+            model=ModelConfig(
+                model=model,
+                seed=seed,
+                tokenizer=tokenizer or _own_tokenizer(model),
+                max_model_len=max_model_len,
+                kv_dtype=kv_dtype.value,
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                memory_bytes=kv_memory,
+                enable_prefix_caching=prefix_caching,
+            ),
+            step=StepConfig(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_waiting=max_waiting,
+            ),
+            pool=PoolConfig(
+                masters=pool or "",
+                load_policy=load_policy.value,
+                load_deadline_ms=load_deadline_ms,
+                store=store,
+            ),
+            tensor_parallel=tensor_parallel,
+            threads=threads,
+            name=name,
+        ).validated()
+        settings = ServeConfig(
+            engine=engine,
+            listen=listen,
+            model_name=model if served_model_name is None else served_model_name,
+            api_key=api_key,
+            allow_reset=enable_reset,
+            grace_s=grace,
+        )
+        raise typer.Exit(run(settings, ready_printer(log_format)))
+
+
+def _own_tokenizer(model: str) -> str:
+    """The tokenizer that lies with a model's weights; empty when there is none."""
+    file = Path(model) / "tokenizer.json"
+    return str(file) if file.is_file() else ""
