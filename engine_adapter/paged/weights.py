@@ -77,11 +77,15 @@ def load_weights(
 
 
 def numerics() -> str:
-    """What of this process decides the bits of a sum: numpy, BLAS and the kernels it chose for this CPU."""
+    """What of this process decides the bits of a sum: numpy, its BLAS, the kernels chosen for this CPU, the threads.
+
+    As they are now: set the number of BLAS threads first.
+    """
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools
     blas = ",".join(
-        f"{pool['internal_api']}-{pool['version']}-{pool.get('architecture', '')}"
-        for pool in threadpoolctl.threadpool_info()
-        if pool["user_api"] == "blas" and "numpy" in pool["filepath"]
+        f"{pool['internal_api']}-{pool['version']}-{pool.get('architecture', '')}-threads{pool['num_threads']}"
+        for pool in pools
     )
     return f"numerics{NUMERICS_VERSION}/numpy-{np.__version__}/{blas}"
 
