@@ -1,6 +1,7 @@
 """Makes the folders beside it: small models as transformers saves them, and the logits that it computes.
 
-Run by hand when a case is added; it needs the ``reference`` extra. The weights are those of our seeded generator, rounded to each case's dtype.
+Run by hand when a case is added; it needs the ``reference`` extra. The weights are those of our seeded
+generator, rounded to each case's dtype.
 """
 
 from __future__ import annotations
