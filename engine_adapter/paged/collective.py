@@ -110,25 +110,27 @@ class SharedCollective:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def all_reduce(self, array: F32) -> F32:
-        """Sum over ranks, added in the order of ranks. float32 of any shape, the same on all ranks."""
-        mine = np.ascontiguousarray(array, np.float32).reshape(-1)
-        total = np.empty_like(mine)
-        step = SLOT_BYTES // mine.itemsize
-        for start in range(0, len(mine), step):
-            self._reduce(mine[start : start + step], total[start : start + step])
-        return total.reshape(array.shape)
+        """Sum over ranks, added in the order of ranks. float32 of any shape, the same on all ranks.
+
+        The sum is put into ``array`` where that is writable and contiguous: new memory costs more than adding.
+        """
+        numbers = np.require(array, np.float32, ["C", "W"]).reshape(-1)
+        step = SLOT_BYTES // numbers.itemsize
+        for start in range(0, len(numbers), step):
+            self._reduce(numbers[start : start + step])
+        return numbers.reshape(array.shape)
 
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
-    def _reduce(self, mine: F32, total: F32) -> None:
-        slots = self._memory.buffers[self._meetings % 2, :, : len(mine)]
-        slots[self.rank] = mine
-        self._meet(len(mine))
-        np.copyto(total, slots[0])
+    def _reduce(self, numbers: F32) -> None:
+        slots = self._memory.buffers[self._meetings % 2, :, : len(numbers)]
+        slots[self.rank] = numbers
+        self._meet(len(numbers))
+        np.copyto(numbers, slots[0])
         for other in slots[1:]:
-            total += other
+            numbers += other
 
     def _meet(self, elements: int) -> None:
         """Return when every rank has come; what they wrote before is visible then."""

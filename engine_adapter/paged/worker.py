@@ -112,10 +112,13 @@ def _shape(config: EngineConfig, model: LlamaConfig, tokenizer: Tokenizer, ident
         tensor_parallel=config.tensor_parallel,
         kv_dtype=config.model.kv_dtype,
     )
+    eos_token_id = tokenizer.eos_token_id
+    if eos_token_id is None and model.eos_token_ids:
+        eos_token_id = model.eos_token_ids[0]
     return EngineShape(
         kv_config=kv_config,
         layout=layout,
         vocab_size=model.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=eos_token_id,
         max_model_len=max_model_len,
     )
