@@ -234,7 +234,8 @@ class Engine:
                         del unfinished[output.request_id]
                     if output.error:
                         raise InvalidArgument(output.error)
-                self.wait(1.0)
+                if unfinished:
+                    self.wait(1.0)
         finally:
             for request_id in unfinished:
                 self.abort(request_id)

@@ -24,7 +24,10 @@ from kvstrata.engine_adapter.connector.base import (
     JobOutcome,
     LoadEnd,
 )
+from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
+from kvstrata.engine_adapter.connector.lookups import LookupEnd, LookupReason
+from kvstrata.engine_adapter.connector.scheduler_side import PoolSchedulerSide
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.config import StepConfig
 from kvstrata.engine_adapter.paged.kv_cache_manager import KVCacheManager
@@ -121,7 +124,15 @@ class SimulatedRanks:
         self.eos_token_id: int | None = EOS
         self.max_model_len = config.max_model_len
         self.layout = PoolLayout(
-            groups=tuple(GroupLayout(fingerprint="f", block_tokens=BLOCK, layers=1) for _ in config.groups),
+            groups=tuple(
+                GroupLayout(
+                    fingerprint=f"group {index}",
+                    block_tokens=BLOCK,
+                    layers=1,
+                    window_tokens=group.spec.sliding_window if isinstance(group.spec, SlidingWindowSpec) else 0,
+                )
+                for index, group in enumerate(config.groups)
+            ),
             num_blocks=config.num_blocks,
             num_tensors=1,
             page_bytes=1,
@@ -374,6 +385,10 @@ class ScriptedConnector:
     def close(self) -> None:
         self.closed = True
 
+    def be_late(self, steps: dict[str, int]) -> None:
+        """Lookups of these requests are not answered for so many steps; called each step."""
+        self.late = set(steps)
+
     @property
     def num_lives(self) -> int:
         return len(self._lives)
@@ -424,6 +439,70 @@ class ScriptedConnector:
         )
 
 
+class SimulatedLookups:
+    """Answers from ``pool``, after as many polls as ``delay`` says when it is asked."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.delay = 0
+        self._pool = pool
+        self._open: dict[int, tuple[list[bytes], int]] = {}
+        self._asked = 0
+
+    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool) -> int:
+        self._asked += 1
+        self._open[self._asked] = (list(hashes), self.delay)
+        return self._asked
+
+    def poll(self) -> list[LookupEnd]:
+        self._open = {lookup_id: (hashes, polls - 1) for lookup_id, (hashes, polls) in self._open.items()}
+        ready = [lookup_id for lookup_id, (_, polls) in self._open.items() if polls < 0]
+        return [LookupEnd(i, self._present(self._open.pop(i)[0]), LookupReason.ANSWERED) for i in ready]
+
+    def fileno(self) -> int:
+        raise AssertionError("nothing waits here")
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _present(self, groups: list[bytes]) -> tuple[bytes, ...]:
+        width, have = HASHER.hash_bytes, self._pool.blocks
+        return tuple(bytes(packed[i : i + width] in have for i in range(0, len(packed), width)) for packed in groups)
+
+
+class RecordedPoolSide(PoolSchedulerSide):
+    """The real scheduler side, with what :class:`ScriptedConnector` lets a test see."""
+
+    def __init__(self, layout: PoolLayout, pool: Pool, holder: BlockHolder, clock: Callable[[], float]) -> None:
+        self.lookups = SimulatedLookups(pool)
+        super().__init__(layout, PoolConfig(load_policy="always"), self.lookups, holder, clock=clock)
+        self.accepted: set[int] = set()
+        self.ends: list[LoadEnd] = []
+
+    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
+        job_id = super().update_state_after_alloc(request, block_ids, num_external)
+        self.accepted |= {job_id} if job_id is not None else set()
+        return job_id
+
+    def update_output(self, outputs: Sequence[ConnectorOutput]) -> list[LoadEnd]:
+        ends = super().update_output(outputs)
+        self.ends += ends
+        return ends
+
+    def be_late(self, steps: dict[str, int]) -> None:
+        self.lookups.delay = max(steps.values(), default=0)
+
+    @property
+    def num_lives(self) -> int:
+        return len(self._requests)
+
+    def stopped_load_blocks(self) -> set[int]:
+        jobs = (self.ledger._open[i].job for i, x in self._loads.items() if not self._live(x.request_id, x.life))
+        return {block for job in jobs for _, block in _rows(job)}
+
+
 @dataclass
 class Life:
     """A request from its arrival to its last output. One id may have several, one after the other."""
@@ -449,12 +528,18 @@ class World:
         pool: bool = True,
         store: bool = True,
         enable_prefix_caching: bool = True,
+        real_side: bool = False,
     ) -> None:
         self.now = 0.0
         self.pool = Pool()
         self.step_config = step or StepConfig(max_num_batched_tokens=16, max_num_seqs=4, max_waiting=100)
         self.kv = KVCacheManager(config, hash_block_size=BLOCK, enable_prefix_caching=enable_prefix_caching)
-        self.connector = ScriptedConnector(self.kv.pool, self.pool, store=store) if pool else None
+        self.lives: dict[str, list[Life]] = {}
+        self.ranks = SimulatedRanks(config, self.step_config, lambda rid: self[rid].request.cache_salt, self.pool)
+        self.scripted = ScriptedConnector(self.kv.pool, self.pool, store=store)
+        self.connector: ScriptedConnector | RecordedPoolSide | None = self.scripted if pool else None
+        if real_side:
+            self.connector = RecordedPoolSide(self.ranks.layout, self.pool, self.kv.pool, lambda: self.now)
         self.scheduler = Scheduler(
             self.step_config,
             self.kv,
@@ -462,8 +547,6 @@ class World:
             max_model_len=config.max_model_len,
             clock=lambda: self.now,
         )
-        self.lives: dict[str, list[Life]] = {}
-        self.ranks = SimulatedRanks(config, self.step_config, lambda rid: self[rid].request.cache_salt, self.pool)
 
     def __getitem__(self, request_id: str) -> Life:
         """The latest life of the id."""
@@ -534,7 +617,7 @@ class World:
         assert kv.pool.num_free_blocks == kv.pool.num_blocks - 1 and kv.usage == 0.0
         assert kv.reset_prefix_cache()
         if self.connector is not None:
-            assert self.connector.num_lives == 0 and not self.connector.held and not self.ranks.jobs
+            assert self.connector.num_lives == 0 and not self.connector.jobs_pending() and not self.ranks.jobs
 
     def _check_jobs(self) -> None:
         """INV-3: no table names a block of a load that its own request does not wait for."""

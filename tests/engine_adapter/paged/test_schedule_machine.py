@@ -36,6 +36,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     specs = (FULL,)
     #: A lone longest request needs 7 blocks, and there is the null block. At most one and a half of them fit.
     num_blocks = (8, 11)
+    real_side = False
 
     @initialize(
         blocks=st.integers(0, 1),
@@ -51,6 +52,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             step=StepConfig(max_num_batched_tokens=budget, max_num_seqs=seats, max_waiting=5),
             enable_prefix_caching=caching,
             store=store,
+            real_side=self.real_side,
         )
         self.live: list[Life] = []
         self.ended: list[str] = []
@@ -115,7 +117,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert connector is not None
         self.late.clear()
         for _ in range(400):
-            if not world.scheduler.has_unfinished and not connector.held:
+            if not world.scheduler.has_unfinished and not connector.jobs_pending():
                 break
             self._step()
             world.end_jobs()
@@ -131,8 +133,8 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def _step(self, between: Callable[[], None] | None = None) -> None:
         assert self.world.connector is not None
-        self.world.connector.late = {request_id for request_id, steps in self.late.items() if steps}
-        self.late = {request_id: steps - 1 for request_id, steps in self.late.items() if steps}
+        self.world.connector.be_late(self.late)
+        self.late = {request_id: steps - 1 for request_id, steps in self.late.items() if steps > 1}
         self.world.step(between)
         self._collect()
 
@@ -159,7 +161,24 @@ class HybridMachine(ScheduleMachine):
     num_blocks = (15, 19)
 
 
+class PoolSideMachine(ScheduleMachine):
+    """With the scheduler side that a pool has."""
+
+    real_side = True
+
+
+class HybridPoolSideMachine(HybridMachine):
+    """Loads of a window bring the blocks before its end only."""
+
+    real_side = True
+
+
+SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestSchedules = ScheduleMachine.TestCase
 TestHybridSchedules = HybridMachine.TestCase
-TestSchedules.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestHybridSchedules.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolSideSchedules = PoolSideMachine.TestCase
+TestHybridPoolSideSchedules = HybridPoolSideMachine.TestCase
+TestSchedules.settings = SETTINGS
+TestHybridSchedules.settings = SETTINGS
+TestPoolSideSchedules.settings = SETTINGS
+TestHybridPoolSideSchedules.settings = SETTINGS

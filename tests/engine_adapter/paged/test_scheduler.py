@@ -260,7 +260,7 @@ def test_blocks_that_stores_hold_are_waited_for_and_nobody_loses_work_for_them()
     w = world(num_blocks=8, pool=True, store=True)
     w.add("gone", text(15, 900), max_tokens=1)
     w.step()
-    assert w["gone"].reason == "length" and w.connector is not None
+    assert w["gone"].reason == "length"
     assert w.kv.pool.num_free_blocks == 4, "three full blocks are being stored"
     w.add("a", text(7), max_tokens=12)
     w.add("b", text(6, 300), max_tokens=9)
@@ -282,6 +282,30 @@ def test_blocks_that_stores_hold_are_waited_for_and_nobody_loses_work_for_them()
         w.check_outcome(request_id)
     w.settle()
     w.check_empty()
+
+
+def test_nobody_else_gives_way_when_the_first_victims_blocks_are_held_by_a_transfer() -> None:
+    w = world(num_blocks=4, pool=True, store=True)
+    for number, request_id in enumerate("abc"):
+        w.add(request_id, text(BLOCK, 100 * number), max_tokens=5)
+    w.step()
+    assert w.step().total_tokens == 0, "each needs a second block, and all three are being stored"
+    assert w.scheduler.stats().preemptions == 1 and w.scheduler.num_running == 2
+    w.run()
+    for request_id in "abc":
+        w.check_outcome(request_id)
+    w.settle()
+    w.check_empty()
+
+
+def test_nobody_is_let_in_by_a_step_that_is_short_of_blocks() -> None:
+    step = StepConfig(max_num_batched_tokens=6, max_num_seqs=4)
+    w = World(kv_config(8), step=step, pool=False, enable_prefix_caching=False)
+    w.add("a", text(10), max_tokens=9)
+    w.add("b", text(6, 300), max_tokens=12)
+    w.run()
+    short = [step for step in w.ranks.steps if step.preempted]
+    assert short and not any(step.new for step in short), "it would take what was just given up"
 
 
 def test_windows_give_their_blocks_back() -> None:
@@ -310,10 +334,9 @@ def test_local_hits_are_taken_first_then_external_ones_then_slots() -> None:
     w.run()
     w.pool.put(text(40))
     w.add("a", text(13))
-    assert w.connector is not None
-    w.connector.calls.clear()
+    w.scripted.calls.clear()
     output = w.step()
-    assert w.connector.calls == [("match", "a"), ("alloc", "a")]
+    assert w.scripted.calls == [("match", "a"), ("alloc", "a")]
     (job,) = w.ranks.jobs.values()
     assert len(job.groups[0].block_ids) == 2, "the first block is here already"
     assert output.total_tokens == 0 and w["a"].request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -360,12 +383,11 @@ def test_what_a_load_did_not_bring_is_computed_in_the_slots_it_has(done: list[in
 
 def test_a_late_answer_keeps_a_requests_place_and_holds_nobody_up() -> None:
     w = world(pool=True, seats=2)
-    assert w.connector is not None
-    w.connector.late = {"a"}
+    w.scripted.late = {"a"}
     for request_id in "abc":
         w.add(request_id, text(3), max_tokens=2)
     assert list(counts(w.step())) == ["b", "c"] and w.scheduler.num_not_yet == 1
-    w.connector.late = set()
+    w.scripted.late = set()
     w.add("d", text(3), max_tokens=2)
     w.step()
     assert list(counts(w.step())) == ["a", "d"], "it was first in the queue all the time"
@@ -374,12 +396,11 @@ def test_a_late_answer_keeps_a_requests_place_and_holds_nobody_up() -> None:
 
 def test_lookups_without_an_answer_are_bounded_a_step() -> None:
     w = world(pool=True)
-    assert w.connector is not None
     for number in range(NOT_YET_MAX + 2):
         w.add(f"r{number}", text(1))
     w.pool.answers = False
     assert w.step().total_tokens == 0
-    assert sum(call == "match" for call, _ in w.connector.calls) == NOT_YET_MAX
+    assert sum(call == "match" for call, _ in w.scripted.calls) == NOT_YET_MAX
     assert not w.scheduler.progressed
 
 
@@ -408,6 +429,16 @@ def test_loads_that_hold_all_blocks_end_and_then_somebody_moves() -> None:
     for request_id in "ab":
         w.check_outcome(request_id)
     w.check_empty()
+
+
+def test_what_was_loaded_can_be_shared_before_its_request_runs_again() -> None:
+    w = loading()
+    w.end_jobs()
+    w.step()
+    w.add("b", text(13), max_tokens=3)
+    assert counts(w.step()) == {"a": 1, "b": 1} and w["b"].request.num_local_cached_tokens == 12
+    w.run()
+    w.check_outcome("b")
 
 
 # -- aborts
@@ -447,14 +478,13 @@ def test_an_aborted_loads_blocks_are_nobodys_until_the_load_is_over() -> None:
     assert w.scheduler.has_unfinished and not w.scheduler.progressed
     w.run()
     w.check_outcome("b")
-    assert w.connector is not None and not w.connector.ends, "nobody waits for the load's end"
+    assert not w.scripted.ends, "nobody waits for the load's end"
     w.check_empty()
 
 
 def test_one_id_comes_and_goes_while_its_loads_are_under_way() -> None:
     w = world(pool=True)
     w.pool.put(text(40))
-    assert w.connector is not None
     for _ in range(5):
         w.add("a", text(13))
         w.step()
@@ -465,7 +495,7 @@ def test_one_id_comes_and_goes_while_its_loads_are_under_way() -> None:
     for job_id in sorted(w.ranks.jobs):
         w.ranks.end_job(job_id, [True] * 3)
         w.step()
-    assert [end.job_id for end in w.connector.ends] == [6]
+    assert [end.job_id for end in w.scripted.ends] == [6]
     w.run()
     w.check_outcome("a")
     w.check_empty()
@@ -493,14 +523,13 @@ def test_a_store_keeps_its_bytes_when_its_request_is_preempted_and_its_blocks_ar
 
 def test_the_prefill_rate_is_of_prompt_tokens_only() -> None:
     w = world(pool=True)
-    assert w.connector is not None
     w.ranks.compute_s = 2.0
     w.add("a", text(12), max_tokens=3)
     w.step()
     w.step()
     w.add("b", text(3, 500), max_tokens=1)
     w.step()
-    assert w.connector.prefill == [(12, 2.0), (3, 2.0 * 3 / 4)]
+    assert w.scripted.prefill == [(12, 2.0), (3, 2.0 * 3 / 4)]
 
 
 def test_a_story_has_times_and_survives_its_request() -> None:
