@@ -12,7 +12,7 @@ import typer
 from kvstrata.cli.daemons import Config
 from kvstrata.cli.health import Json
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_rich
-from kvstrata.cli.sizes import addresses_flag, format_size, size_flag
+from kvstrata.cli.sizes import addresses_flag, size_flag
 from kvstrata.proto.errors import ConfigError, KVError
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ EngineKind = Literal["paged", "stand-in"]
 Engines = Annotated[int, typer.Option(help="Engines, a process each.", min=1, max=64)]
 Nodes = Annotated[int, typer.Option(help="Storage nodes of the pool it starts.", min=1, max=32)]
 Seed = Annotated[int, typer.Option(help="Same seed, same run.", min=0)]
+#: A prefill that is felt, in a minute on two cores.
+DEMO_MODEL = "8m"
+DEMO_KV_BYTES = 32 << 20
 _STAND_IN = "Engine stand-ins"
 _PAGED = "Paged engines"
 
@@ -140,10 +143,9 @@ def replay(
 
 
 def demo(
-    sessions: Annotated[int, typer.Option(help="Agent sessions to play.", min=1)] = 6,
+    sessions: Annotated[int, typer.Option(help="Agent conversations to play.", min=1)] = 4,
     engines: Engines = 2,
     nodes: Nodes = 2,
-    model: Annotated[str, typer.Option(help="A named size with seeded weights, or a model's folder.")] = "13m",
     seed: Seed = 0,
     html: Annotated[Path, typer.Option("--html", help="Where the report goes.")] = Path("kvstrata-report.html"),
     as_json: Json = False,
@@ -153,23 +155,20 @@ def demo(
     def options() -> PagedOptions:
         from kvstrata.cli.paged_replay import PagedOptions
 
+        # Conversations take turns, and an engine's own cache holds less than all of them: as where a pool is needed.
         return PagedOptions(
             sessions=sessions,
             engines=engines,
             nodes=nodes,
-            model=model,
+            concurrency=sessions,
+            model=DEMO_MODEL,
             tokenizer="bpe:1024",
-            concurrency=2,
-            kv_bytes=64 << 20,
-            pool_bytes=1 << 30,
+            output_tokens=4,
+            kv_bytes=DEMO_KV_BYTES,
+            pool_bytes=512 << 20,
             seed=seed,
         )
 
-    print(
-        f"{sessions} conversations on {engines} engines, first with their own caches ({format_size(64 << 20)} each), "
-        "then with a pool: about a minute",
-        file=sys.stderr,
-    )
     _run(options, html, as_json)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,14 +48,18 @@ class Outcome:
 
 @dataclass(slots=True)
 class CaseRun:
-    """All outcomes in the order of the turns' indices, the engines' counters added up, and what was lost."""
+    """All outcomes in the order of the turns' indices, each engine's counters, and what was lost."""
 
     name: CaseName
     outcomes: list[Outcome]
     seconds: float = 0.0
     ready: Ready = field(default_factory=lambda: Ready(0))
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: list[dict[str, float]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+
+    def counted(self, name: str) -> float:
+        """A counter of all engines together."""
+        return sum(counters.get(name, 0.0) for counters in self.counters)
 
 
 class Case:
@@ -93,10 +96,7 @@ class Case:
                 loop.ended(turn, time.monotonic())
                 progress()
         self._run.seconds = time.monotonic() - started
-        counters: Counter[str] = Counter()
-        for engine in self._engines:
-            counters.update({} if engine.lost else engine.finish())
-        self._run.counters = dict(counters)
+        self._run.counters = [{} if engine.lost else engine.finish() for engine in self._engines]
         return self._run
 
     def close(self) -> None:

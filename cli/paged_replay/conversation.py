@@ -29,7 +29,7 @@ def generate_conversations(
 
 def _session(rng: random.Random, number: int, turns: int, system: str, turn_chars: int) -> TextSession:
     text = f"{system}user: In task {rng.randrange(10**6)}, {rng.choice(_VERBS)} the {rng.choice(_NOUNS)}.\n"
-    requests = []
+    requests: list[TextRequest] = []
     for _ in range(turns):
         reply = f"Let me {rng.choice(_VERBS)} {_name(rng)} and see.\n"
         requests.append(TextRequest(text, reply, think_s=rng.uniform(0.5, 5.0) if requests else 0.0))

@@ -170,6 +170,7 @@ def run(stream: socket.socket) -> int:
     except (KVError, msgspec.ValidationError) as error:
         out.send(Ready(begin.engine, error=f"{type(error).__name__}: {error}"), SEND_S)
         return 1
+    assert isinstance(engine, TimedEngine)  # create() makes what it is called on
     try:
         kv = engine.executor.kv_config
         out.send(

@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Sessions of turns, in the order they start. ``skipped`` prompts were longer than ``max_prompt_tokens``."""
+    """Sessions of turns, in the order they start. ``skipped`` prompts were empty or longer than allowed."""
 
     trace_name: str
     sessions: tuple[tuple[Turn, ...], ...]
@@ -56,11 +56,12 @@ class Plan:
 
 
 def build_plan(trace: TextTrace, options: PagedOptions, encode: Encode) -> Plan:
-    """Tokenise and place every request. Raises :class:`TraceError` when all prompts are too long."""
+    """Tokenise and place every request. Raises :class:`TraceError` when none is left."""
     sessions: list[tuple[Turn, ...]] = []
     index = skipped = 0
     for text_session in trace.sessions:
-        number, turns = len(sessions), []
+        number = len(sessions)
+        turns: list[Turn] = []
         for request in text_session.requests:
             tokens = np.array(encode(request.prompt), dtype=TOKEN_DTYPE)
             if not 1 <= len(tokens) <= options.max_prompt_tokens:
@@ -80,7 +81,9 @@ def build_plan(trace: TextTrace, options: PagedOptions, encode: Encode) -> Plan:
         if turns:
             sessions.append(tuple(turns))
     if not sessions:
-        raise TraceError(f"all {skipped} prompts of {trace.name} have more than {options.max_prompt_tokens} tokens")
+        raise TraceError(
+            f"all {skipped} prompts of {trace.name} are empty or have more than {options.max_prompt_tokens} tokens"
+        )
     return Plan(trace.name, tuple(sessions), skipped)
 
 

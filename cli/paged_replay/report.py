@@ -16,6 +16,11 @@ TABLE_COLUMNS = 110
 PERCENTILES = (50, 90)
 VERDICT = "every request has the same greedy tokens in all cases, none failed."
 
+#: Of what connectors count, what a reader of the table wants to know.
+_COUNTED = (
+    "loads", "loads_partial", "loads_failed", "load_tokens", "store_blocks_stored", "store_blocks_already_present",
+    "store_blocks_failed", "store_blocks_skipped", "pool_lost",
+)  # fmt: skip
 _TITLES = {"none": "no cache", "private": "private only", "pool": "pool"}
 
 
@@ -71,7 +76,7 @@ def notes(result: PagedResult) -> list[str]:
     options, plan, ready = result.options, result.plan, result.cases[0].run.ready
     lines = [
         f"prompts: {plan.prompt_tokens:,} tokens ({_tokenizer(result)}), "
-        f"{plan.skipped} skipped for having more than {options.max_prompt_tokens:,}; "
+        f"{plan.skipped} skipped: empty, or more than {options.max_prompt_tokens:,} tokens; "
         f"{options.output_tokens} tokens generated at most, recorded replies are not fed back",
         f"each engine's own cache: {ready.num_blocks:,} blocks, {format_size(options.kv_bytes)}; hits are multiples of "
         f"{ready.aligned_tokens} tokens; without bounds such caches would hit {_percent(result.private_ceiling_rate)}",
@@ -100,9 +105,9 @@ def _gains(gain: Gain) -> list[str]:
 
 
 def _counters(case: CaseResult) -> str:
-    """What the engines' connectors counted."""
-    kept = {name: value for name, value in case.run.counters.items() if name.startswith("connector.") and value}
-    return "".join(f", {name.removeprefix('connector.')} {value:,.6g}" for name, value in sorted(kept.items()))
+    """What the engines' connectors counted, in so far as there is any."""
+    counts = {name: case.run.counted(f"connector.{name}") for name in _COUNTED}
+    return "".join(f", {name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items() if count)
 
 
 def _tokenizer(result: PagedResult) -> str:

@@ -82,8 +82,6 @@ def read_text_trace(path: Path) -> TextTrace:
             record = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise TraceError(f"{path}, line {number}: {error}") from None
-        if not record.input:
-            raise TraceError(f"{path}, line {number}: the prompt is empty")
         sessions.setdefault((record.agent, record.session), []).append(record)
     if not sessions:
         raise TraceError(f"{path} has no requests")
