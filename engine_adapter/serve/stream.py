@@ -100,7 +100,9 @@ class EventStream(Response):
         await self._bounded(send({"type": "http.response.body", "body": event(data), "more_body": True}))
 
     async def _bounded(self, sent: Awaitable[None]) -> None:
-        await asyncio.wait_for(sent, self._stall_s)
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes as the send completes.
+        async with asyncio.timeout(self._stall_s):
+            await sent
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -133,6 +133,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
     async def events() -> Any:
         try:
             while True:
+                await asyncio.sleep(0)
                 yield b"{}"
         finally:
             closed.append(True)
@@ -151,6 +152,38 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
 
     connection = asyncio.run(serve())
     assert closed == [True] and "[DONE]" not in connection.text
+
+
+def test_a_client_may_leave_at_any_turn_of_the_event_loop() -> None:
+    """An engine that always has something to say: only the client's leaving ends the stream."""
+
+    over = False
+
+    async def events() -> Any:
+        while not over:
+            await asyncio.sleep(0)
+            yield b"{}"
+
+    async def leave_after(turns: int) -> None:
+        connection = Connection("/", {})
+        await connection.receive()
+        stream = events()
+        response = EventStream(await anext(stream), stream, {})
+        serving = asyncio.ensure_future(response(connection.scope, connection.receive, connection.send))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection.gone.set()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        noticed.append(serving.done())
+        nonlocal over
+        over = True  # so that a test that fails ends, too
+
+    noticed: list[bool] = []
+    for turns in range(40):
+        over = False
+        asyncio.run(leave_after(turns))
+    assert all(noticed), f"left after {noticed.index(False)} turns, and nobody noticed"
 
 
 def test_an_error_after_the_first_event_is_the_last_one() -> None:
