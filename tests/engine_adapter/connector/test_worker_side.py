@@ -128,6 +128,7 @@ def test_two_groups_are_loaded_in_the_order_of_their_tokens(start: Start, client
     # Full blocks have 4 tokens and come by two, window blocks have 8 and come by four.
     assert client.loads == [names(2), names(2, 2), names(2, 4), names(2, 6), names(4, 100)]
     assert engine.read(21, 1) == (names(1, 101) * 5)[:64]
+    assert [engine.read(b) for b in range(1, 9)] == [names(1, i) * 8 for i in range(8)]
 
 
 def test_stores_of_one_request_that_follow_each_other_become_one(start: Start, client: ScriptedClient) -> None:
@@ -265,14 +266,16 @@ def test_stores_past_the_bound_are_shed_at_once(start: Start, client: ScriptedCl
     assert engine.outcome(1).done == b"\1\1\1"
 
 
-def test_another_tenant_is_refused_and_the_pool_goes_on(start: Start, client: ScriptedClient) -> None:
+def test_another_tenant_is_refused_and_the_pool_goes_on(
+    start: Start, client: ScriptedClient, caplog: pytest.LogCaptureFixture
+) -> None:
     put(client, names(1))
     engine = start()
     client.fails = ForbiddenSalt("not yours")
     engine.side.start(load(1, names(1), [1]))
     assert engine.outcome(1).reasons == {"refused": 1}
     client.fails = None
-    assert engine.side.take_output().pool is PoolState.READY
+    assert "not yours" in caplog.text and "absent" not in caplog.text
     engine.side.start(load(2, names(1), [1]))
     assert engine.outcome(2).done == b"\1"
 
@@ -317,6 +320,31 @@ def test_a_lost_pool_is_found_out_by_a_probe_and_asked_by_one_at_a_time(start: S
     client.reached = True
     engine.clock.now += 1.001
     until(lambda: engine.side.take_output().pool is PoolState.READY)
+
+
+def test_what_waits_or_is_half_done_when_the_pool_goes_ends_at_once(start: Start, client: ScriptedClient) -> None:
+    put(client, names(3))
+    engine = start(chunk_blocks=1)
+    client.loading.shut()
+    client.storing.shut()
+    for i in range(2):
+        engine.store(store(90 + i, names(1, 900 + i), [60 + i], request_id=f"other{i}"))
+        client.storing.came()
+    engine.store(store(1, names(2, 30), [10, 11]))
+    engine.side.start(load(2, names(3), [1, 2, 3]))
+    client.loading.came()
+    engine.side._pool._loop.stop()  # no probe finds the pool again meanwhile
+    client.fails = FingerprintMismatch("known with another layout")
+    engine.side._pool.lookup("", 0, names(1))  # somebody finds out
+    assert engine.side.take_output().pool is PoolState.ABSENT
+    engine.store(store(3, names(1, 40), [12]))
+    assert engine.outcome(3).reasons == {"absent": 1}, "no thread is free, and none is needed"
+    calls = len(client.stores)
+    client.fails = None
+    client.loading.open()
+    client.storing.open()
+    assert engine.outcome(2).reasons == {"loaded": 1, "absent": 2}
+    assert engine.outcome(1).reasons == {"absent": 2} and len(client.stores) == calls
 
 
 def test_one_lost_node_of_many_does_not_make_the_pool_absent(start: Start, client: ScriptedClient) -> None:
@@ -434,11 +462,12 @@ def test_a_waker_that_raises_loses_no_outcome(start: Start, client: ScriptedClie
 
 
 def test_close_ends_every_job_once_and_gives_the_memory_back(start: Start, client: ScriptedClient) -> None:
-    engine = start()
+    put(client, names(7))
+    engine = start(chunk_blocks=1)
     client.loading.shut()
     client.storing.shut()
     for i in range(6):
-        engine.side.start(load(i, names(1, i), [1 + i]))
+        engine.side.start(load(i, names(2, i), [1 + i, 40 + i]))
         engine.store(store(10 + i, names(1, 50 + i), [10 + i], request_id=f"r{i}"))
     engine.side.start(store(20, names(1, 90), [30]))  # its forward pass never ends
     for _ in range(4):
@@ -453,6 +482,8 @@ def test_close_ends_every_job_once_and_gives_the_memory_back(start: Start, clien
     closing.join(10)
     assert not closing.is_alive() and client.closed and client.unregistered == client.regions[:1]
     assert sorted(outcome.job_id for outcome in engine.take()) == [*range(6), *range(10, 16), 20]
+    begun = [outcome for outcome in engine.take() if outcome.kind is JobKind.LOAD and outcome.bytes_moved]
+    assert len(begun) == 4 and all(outcome.reasons == {"loaded": 1, "closed": 1} for outcome in begun)
     engine.side.start(load(99, names(1), [1]))
     assert engine.outcome(99).reasons == {"closed": 1}
     engine.side.close()
