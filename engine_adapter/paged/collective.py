@@ -44,10 +44,15 @@ class _Memory:
     """The shared memory, mapped: ``progress`` u64 [size], ``buffers`` float32 [2, size, elements]."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._map = mmap.mmap(fd, _memory_bytes(size))
-        counters = np.frombuffer(self._map, np.uint64, _HEADER_BYTES // 8)
+        shared = mmap.mmap(fd, _memory_bytes(size))
+        counters = np.frombuffer(shared, np.uint64, _HEADER_BYTES // 8)
         self.progress: npt.NDArray[np.uint64] = counters[:: _COUNTER_STRIDE // 8][:size]
-        self.buffers: F32 = np.frombuffer(self._map, np.float32, offset=_HEADER_BYTES).reshape(2, size, -1)
+        self.buffers: F32 = np.frombuffer(shared, np.float32, offset=_HEADER_BYTES).reshape(2, size, -1)
+
+    def unmap(self) -> None:
+        """Let go of the arrays: they keep the map alive, and it goes with the last piece of them that is in use."""
+        self.progress = self.progress[:0].copy()
+        self.buffers = self.buffers[:0].copy()
 
 
 class RankGroup:
@@ -83,6 +88,11 @@ class RankGroup:
         if self.memory_fd >= 0:
             os.close(self.memory_fd)
             self.memory_fd = -1
+
+    def close(self) -> None:
+        """Also the memory: progress cannot be read any more. Idempotent."""
+        self.drop()
+        self._memory.unmap()
 
 
 class SharedCollective:
@@ -123,6 +133,7 @@ class SharedCollective:
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
+        self._memory.unmap()
 
     def _reduce(self, numbers: F32) -> None:
         slots = self._memory.buffers[self._meetings % 2, :, : len(numbers)]

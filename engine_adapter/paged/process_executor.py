@@ -70,7 +70,6 @@ class ProcessExecutor:
                 self._send([process], start)
             shapes = [ready.shape for ready in self._gather(RankReady, READY_S)]
         except BaseException:
-            self._group.drop()
             self._kill()
             raise
         if any(shape != shapes[0] for shape in shapes):
@@ -89,8 +88,9 @@ class ProcessExecutor:
             self._send(self.ranks, RunStep(output=output))
             results = [done.output for done in self._gather(StepDone, self._silent_s)]
             _check_agreement(output.step_id, results)
-        except KVError as error:
-            self._lost = error
+        except BaseException as error:
+            # Also an interrupt: the ranks' answers to this step must not pass for answers to the next.
+            self._lost = error if isinstance(error, KVError) else Unavailable(f"step {output.step_id}: {error!r}")
             self._kill()
             raise
         return results
@@ -108,11 +108,13 @@ class ProcessExecutor:
         for process in self.ranks:
             process.end(max(0.0, until - self._clock()))
         self.ranks = []
+        self._group.close()
 
     def _kill(self) -> None:
         for process in self.ranks:
             process.end(0.0)
         self.ranks = []
+        self._group.close()
 
     def _send(self, processes: Sequence[RankProcess], message: ToRank) -> None:
         frame = self._encoder.encode(message)
@@ -164,14 +166,27 @@ class ProcessExecutor:
 
     def _failure(self, process: RankProcess, failed: RankFailed) -> KVError:
         """A rank that loses another reports that: the one that was lost is the one to name."""
-        if failed.code == Unavailable.__name__:
+        lost = self._lost_peer(process) if failed.code == Unavailable.__name__ else None
+        if lost is not None:
+            return self._loss(lost, "ended")
+        text = f"{process.name}: {failed.message}"
+        return from_code(failed.code, text) if failed.code else Unavailable(text)
+
+    def _lost_peer(self, reporter: RankProcess) -> RankProcess | None:
+        """Another rank that ended without a word, now or within a moment."""
+        until = self._clock() + _DEATH_S
+        running = {process.pidfd: process for process in self.ranks if process is not reporter}
+        while running:
             poller = select.poll()
-            others = {other.pidfd: other for other in self.ranks if other is not process}
-            for pidfd in others:
+            for pidfd in running:
                 poller.register(pidfd, select.POLLIN)
-            for pidfd, _ in poller.poll(_DEATH_S * 1000):
-                return self._loss(others[pidfd], "ended")
-        return from_code(failed.code, f"{process.name}: {failed.message}")
+            ended = [running.pop(pidfd) for pidfd, _ in poller.poll(max(0.0, until - self._clock()) * 1000)]
+            if not ended:
+                break
+            for process in ended:
+                if process.vanished:
+                    return process
+        return None
 
     def _loss(self, process: RankProcess, why: str) -> Unavailable:
         # Its end may be a moment behind the end of its channel.

@@ -16,6 +16,7 @@ import msgspec
 
 from kvstrata.engine_adapter.paged.collective import SharedCollective
 from kvstrata.engine_adapter.paged.rank_messages import (
+    EXIT_FAILED,
     FrameSocket,
     FromRank,
     RankFailed,
@@ -30,7 +31,6 @@ from kvstrata.engine_adapter.paged.worker import Worker
 from kvstrata.proto import logs
 from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
 
-EXIT_FAILED = 1
 EXIT_ORPHAN = 3
 
 
@@ -90,8 +90,9 @@ class _Rank:
             collective.close()
 
     def _failed(self, error: Exception) -> int:
-        code = type(error).__name__
-        message = str(error) if isinstance(error, KVError) else f"{code}: {error}"
+        name = type(error).__name__
+        known = isinstance(error, KVError)
+        code, message = (name, str(error)) if known else ("", f"{name}: {error}")
         try:
             self._send(RankFailed(code=code, message=message))
         except Unavailable:

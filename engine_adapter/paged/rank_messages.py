@@ -27,6 +27,8 @@ from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput
 from kvstrata.proto.errors import ProtocolError, Unavailable
 
+#: How a rank ends after a :class:`RankFailed`.
+EXIT_FAILED: Final = 1
 MESSAGE_BYTES_MAX: Final = 1 << 28
 _READ_BYTES: Final = 1 << 18
 _LENGTH: Final = struct.Struct("<I")
@@ -70,7 +72,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """``code``: the error's class. The rank ends after it."""
+    """``code``: the class of a :class:`KVError`, empty for a defect. The rank ends with ``EXIT_FAILED`` after it."""
 
     code: str
     message: str

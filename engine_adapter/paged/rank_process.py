@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from kvstrata.engine_adapter.paged.collective import RankGroup
-from kvstrata.engine_adapter.paged.rank_messages import FrameSocket, RankFds
+from kvstrata.engine_adapter.paged.rank_messages import EXIT_FAILED, FrameSocket, RankFds
 from kvstrata.proto.logs import get_logger
 
 #: What a rank wrote last, for an error's text.
@@ -76,6 +76,11 @@ class RankProcess:
         if code < 0:
             return f"{self.name} was ended by {signal.Signals(-code).name}"
         return f"{self.name} exited with code {code}"
+
+    @property
+    def vanished(self) -> bool:
+        """It has ended, and not by a failure that it reported."""
+        return self._process.poll() not in (None, EXIT_FAILED)
 
     def last_words(self) -> str:
         """The end of what it printed; of a dead one, all of that has been read."""
