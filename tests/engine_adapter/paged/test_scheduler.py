@@ -209,8 +209,8 @@ def test_the_queue_has_a_bound() -> None:
 
 
 def two_that_do_not_fit() -> World:
-    """Seven blocks; each request grows to five."""
-    w = world(num_blocks=8)
+    """Seven blocks; each request grows to five. Nobody else has a seat."""
+    w = world(num_blocks=8, seats=2)
     w.add("a", text(10), max_tokens=9)
     w.add("b", text(6, 300), max_tokens=12)
     return w
@@ -230,7 +230,7 @@ def test_the_last_admitted_gives_way_and_ends_with_the_same_tokens() -> None:
 
 def test_a_preempted_request_is_new_to_the_workers_with_its_output_so_far() -> None:
     w = two_that_do_not_fit()
-    w.add("c", text(2, 800), max_tokens=1)  # behind b in the queue, and stays so
+    w.add("c", text(2, 800), max_tokens=1)
     w.run()
     steps = w.ranks.steps
     gone = next(i for i, step in enumerate(steps) if step.preempted)
@@ -239,6 +239,7 @@ def test_a_preempted_request_is_new_to_the_workers_with_its_output_so_far() -> N
     (again,) = (new for new in steps[back].new if new.request_id == "b")
     assert again.num_prompt_tokens == 6 and len(again.token_ids) > 6
     assert again.token_ids[6:] == w["b"].tokens[: len(again.token_ids) - 6]
+    assert not any(new.request_id == "c" for step in steps[:back] for new in step.new), "b was before it, and still is"
     assert w["b"].request.num_local_cached_tokens == 0, "what it found of its own is no hit"
 
 
@@ -414,6 +415,19 @@ def test_a_load_that_ends_with_every_seat_taken_waits_for_one() -> None:
     w.run()
     w.check_outcome("a")
     w.check_outcome("b")
+
+
+def test_who_has_no_seat_yet_gives_way_to_who_has_one() -> None:
+    w = loading(num_blocks=8, seats=1)
+    w.add("b", text(3, 500), max_tokens=15)  # five blocks in the end, and a has three of seven
+    w.step()
+    w.end_jobs()
+    w.run()
+    assert w["a"].request.num_preemptions == 1 and w["b"].request.num_preemptions == 0
+    assert w["a"].outputs[-1].num_external_cached_tokens == 12, "where its prompt came from at first"
+    for request_id in "ab":
+        w.check_outcome(request_id)
+    w.check_empty()
 
 
 def test_loads_that_hold_all_blocks_end_and_then_somebody_moves() -> None:
