@@ -1,4 +1,4 @@
-"""The pool as one rank sees it: a client, the rank's KV memory in it, its namespaces, and whether it answers.
+"""The pool as one rank sees it: loads, stores, lookups, and whether it answers.
 
 Whatever is wrong with the pool ends here as a status, a reason and a log line; nothing of it is raised.
 """
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.results import Lookup
+from kvstrata.engine_adapter.connector.attachment import Attachment
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
 from kvstrata.engine_adapter.connector.layout import PoolLayout
@@ -24,14 +25,12 @@ from kvstrata.proto.errors import (
     Closed,
     FingerprintMismatch,
     ForbiddenSalt,
-    InvalidArgument,
     KVError,
     VersionMismatch,
 )
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.loops import Loop
-from kvstrata.transfer.regions import BlockView, Region
 
 log = get_logger(__name__)
 
@@ -48,8 +47,7 @@ _ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Closed)
 class Pool:
     """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use.
 
-    ``connect`` makes the client. Its :class:`InvalidArgument` is a mistake in the configuration and is raised;
-    after any other error the pool is absent and ``connect`` is tried again in the background.
+    ``connect`` makes the client, see :class:`Attachment`. ``transfer_s``: what one call may take.
     """
 
     def __init__(
@@ -61,31 +59,15 @@ class Pool:
         transfer_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 <= rank < layout.shard_count:
-            raise InvalidArgument(f"rank {rank}: the layout has {layout.shard_count} shards, one a rank")
         self.layout = layout
         self._rank = rank
-        self._connect = connect
         self._clock = clock
         self._lock = threading.Lock()
         self._readiness = Readiness()
-        self._client: PoolClient | None = None
-        self._region: Region | None = None
-        self._namespaces: dict[int, PoolNamespace] = {}
-        self._views: dict[int, BlockView] = {}
+        self._attachment = Attachment(layout, rank, connect)
+        self.memory: Bytes = self._attachment.memory
         self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
         self._closed = False
-        self.memory: Bytes
-        try:
-            client = connect()
-        except InvalidArgument:
-            raise
-        except KVError as error:
-            log.warning("pool absent: serving without it", reason=f"{type(error).__name__}: {error}", rank=rank)
-            self.memory = np.zeros(layout.memory_bytes, np.uint8)
-        else:
-            self._client, self._region = client, client.allocate(layout.memory_bytes)
-            self.memory = self._region.bytes
         self._loop = Loop("connector-probe", PROBE_PERIOD_S, self._turn, bound_s=4 * transfer_s + 5.0)
         self._turn()
         self._loop.start()
@@ -111,7 +93,7 @@ class Pool:
 
     def lookup(self, salt: str, group: int, hashes: bytes) -> Lookup | None:
         """What the directory says; None when it could not be asked."""
-        client, namespace = self._client, self._namespaces.get(group)
+        client, namespace = self._attachment.client, self._attachment.namespace(group)
         if self.state is PoolState.ABSENT or client is None or namespace is None:
             return None
         try:
@@ -126,7 +108,7 @@ class Pool:
 
     def prefetch(self, salt: str, group: int, hashes: bytes) -> None:
         """Make a coming load cheaper, in the background. Nobody waits for it."""
-        client, namespace = self._client, self._namespaces.get(group)
+        client, namespace = self._attachment.client, self._attachment.namespace(group)
         if self.state is PoolState.ABSENT or client is None or namespace is None or not hashes:
             return
         try:
@@ -137,7 +119,7 @@ class Pool:
     def _transfer(
         self, salt: str, chunk: Chunk, call: Callable[[PoolClient, PoolNamespace, str, Chunk], Codes]
     ) -> Codes:
-        client, namespace = self._client, self._namespaces.get(chunk.blocks.group)
+        client, namespace = self._attachment.client, self._attachment.namespace(chunk.blocks.group)
         if client is None or namespace is None:
             return np.full(chunk.stop - chunk.start, BlockStatus.NODE_LOST, np.uint8)
         try:
@@ -152,23 +134,20 @@ class Pool:
         return status
 
     def _load(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
-        return client.load(namespace, salt, chunk.hashes(namespace.hash_bytes), self._rows(chunk)).status
+        return client.load(namespace, salt, chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk)).status
 
     def _store(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
         width = namespace.hash_bytes
         first = chunk.blocks.first_index + chunk.start
-        rows = self._rows(chunk)
+        rows = self._attachment.rows(chunk)
         return client.store(namespace, salt, chunk.hashes(width), rows, chunk.parent(width) or None, first).status
-
-    def _rows(self, chunk: Chunk) -> BlockView:
-        return self._views[chunk.blocks.group][np.array(chunk.blocks.block_ids[chunk.start : chunk.stop], np.int64)]
 
     # ------------------------------------------------------------------ readiness
 
     def _refused(self, what: str, group: int, error: KVError) -> None:
         text = f"{type(error).__name__}: {error}"
         log.warning("pool refused a call", call=what, group=group, reason=text)
-        # Also of a store: weights that are too old may still read what they can name.
+        # Not after a store: an engine of older weights may add nothing, and can still read.
         if isinstance(error, _ALL_REFUSED) and what != "store":
             self._ended(Verdict.REFUSED, text)
 
@@ -205,10 +184,9 @@ class Pool:
 
     def _probe(self) -> str:
         """Why the pool cannot be used now, or an empty string; raises :class:`KVError` likewise."""
-        client = self._attached()
-        self._open_namespaces(client)
+        client = self._attachment.complete()
         salt, wanted, group = self._last
-        namespace = self._namespaces.get(group) or next(iter(self._namespaces.values()), None)
+        namespace = self._attachment.namespace(group) or self._attachment.any_namespace()
         if namespace is None:
             return "no group of this engine's KV cache can be pooled"
         found = client.lookup(namespace, salt, wanted)
@@ -226,37 +204,9 @@ class Pool:
 
     # ------------------------------------------------------------------ life
 
-    def _attached(self) -> PoolClient:
-        """The client; made, and told of the memory, when there is none yet."""
-        if self._client is None:
-            client = self._connect()
-            self._region = client.register(self.memory)
-            self._client = client
-        return self._client
-
-    def _open_namespaces(self, client: PoolClient) -> None:
-        """Open those that no master has confirmed yet. A confirmed one is kept as it is: its weight epoch is this
-        engine's, whatever the pool's becomes."""
-        assert self._region is not None
-        for index, group in enumerate(self.layout.groups):
-            known = self._namespaces.get(index)
-            if not group.poolable or (known is not None and known.pin.epoch is not None):
-                continue
-            opened = client.namespace(
-                group.fingerprint,
-                block_bytes=self.layout.block_bytes(index),
-                block_tokens=group.block_tokens,
-                hash_bytes=self.layout.hash_bytes,
-                shard=self._rank,
-                shard_count=self.layout.shard_count,
-            )
-            if index not in self._views:
-                self._views[index] = self._region.view(opened, self.layout.descriptors(index))
-            self._namespaces[index] = opened
-
     def health(self) -> dict[str, object]:
         """State, reason, the probe's age and failures, and the client's own report. Asks nobody."""
-        client = self._client
+        client = self._attachment.client
         return {
             "state": self.state.name.lower(),
             "reason": self.reason,
@@ -274,15 +224,7 @@ class Pool:
         with self._lock:
             self._closed = True
         self._loop.stop(CLOSE_S)
-        client, region = self._client, self._region
-        if client is None:
-            return
-        try:
-            if region is not None:
-                client.unregister(region)
-        except KVError as error:
-            log.warning("memory not unregistered", reason=f"{type(error).__name__}: {error}")
-        client.close()
+        self._attachment.close()
 
 
 def verdict_of(status: Codes) -> Verdict:
