@@ -65,7 +65,7 @@ class InProcessExecutor:
         return [self._worker.execute(output)]
 
     def wake_fds(self) -> list[int]:
-        return [self._wake_fd]
+        return [self._wake_fd] if self._wake_fd >= 0 else []
 
     def close(self) -> None:
         if self._wake_fd >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import threadpoolctl
@@ -32,31 +33,26 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, rank: int, collective: Collective, lookup_endpoint: str = "") -> None:
-        # Bits of a product may depend on how many threads share it, so this is part of what a model computes.
-        self._threads = threadpoolctl.threadpool_limits(config.threads, user_api="blas")
-        ranks = config.tensor_parallel
-        tokenizer = load_tokenizer(config.model.tokenizer)
-        model_config = load_config(config.model.model, tokenizer.vocab_size)
-        model_config.check_tensor_parallel(ranks)
-        _check_vocabulary(model_config, tokenizer)
-        weights = load_weights(
-            config.model.model, model_config, seed=config.model.seed, rank=rank, tensor_parallel=ranks
-        )
-        self.shape = _shape(config, model_config, tokenizer, weights.identity)
-        self._connector: WorkerSide | None = None
-        memory = None
-        if config.pool.masters:
-            # Nothing of a pool is needed, or imported, without one.
-            from kvstrata.engine_adapter.connector.worker_side import make_worker_side
+        with contextlib.ExitStack() as stack:
+            # Bits of a product may depend on how many threads share it, so this is part of what a model computes.
+            limits = threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+            stack.callback(limits.restore_original_limits)
+            self.shape, model = _load(config, rank, collective)
+            self._connector: WorkerSide | None = None
+            memory = None
+            if config.pool.masters:
+                # Nothing of a pool is needed, or imported, without one.
+                from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 
-            name = f"{config.name or 'engine'}/{rank}"
-            side = make_worker_side(
-                self.shape.layout, config.pool, rank=rank, endpoint=lookup_endpoint if rank == 0 else "", name=name
+                endpoint, name = lookup_endpoint if rank == 0 else "", f"{config.name or 'engine'}/{rank}"
+                side = make_worker_side(self.shape.layout, config.pool, rank=rank, endpoint=endpoint, name=name)
+                stack.callback(side.close)
+                self._connector, memory = side, side.memory
+            self.kv = KVMemory(self.shape.kv_config, memory)
+            self._runner = ModelRunner(
+                model, self.shape.kv_config, self.kv.layers, max_num_seqs=config.step.max_num_seqs
             )
-            self._connector, memory = side, side.memory
-        self.kv = KVMemory(self.shape.kv_config, memory)
-        model = Llama(model_config, weights, collective=collective)
-        self._runner = ModelRunner(model, self.shape.kv_config, self.kv.layers, max_num_seqs=config.step.max_num_seqs)
+            self._cleanup = stack.pop_all()
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step: loads begin, tokens are computed, stores begin; and the outcomes that there are by now."""
@@ -81,9 +77,19 @@ class Worker:
 
     def close(self) -> None:
         """Bounded. The KV memory is not to be used any more."""
-        if self._connector is not None:
-            self._connector.close()
-        self._threads.restore_original_limits()
+        self._cleanup.close()
+
+
+def _load(config: EngineConfig, rank: int, collective: Collective) -> tuple[EngineShape, Llama]:
+    """The rank's part of the model, and what the engine is told of it."""
+    ranks = config.tensor_parallel
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    model_config = load_config(config.model.model, tokenizer.vocab_size)
+    model_config.check_tensor_parallel(ranks)
+    _check_vocabulary(model_config, tokenizer)
+    weights = load_weights(config.model.model, model_config, seed=config.model.seed, rank=rank, tensor_parallel=ranks)
+    shape = _shape(config, model_config, tokenizer, weights.identity)
+    return shape, Llama(model_config, weights, collective=collective)
 
 
 def _check_vocabulary(model: LlamaConfig, tokenizer: Tokenizer) -> None:

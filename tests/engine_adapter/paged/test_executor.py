@@ -24,7 +24,7 @@ from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, J
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig
 from kvstrata.engine_adapter.paged.executor import Executor, InProcessExecutor, make_executor
-from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
 from kvstrata.engine_adapter.paged.process_executor import ProcessExecutor
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
@@ -49,11 +49,12 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
+    """Whether it runs; one that ended and was not reaped does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def open_fds() -> set[Path]:
@@ -203,23 +204,41 @@ def test_closing_is_orderly_and_final(victim: ProcessExecutor) -> None:
 
 
 ENGINE = """
-import msgspec, sys
+import msgspec, os, signal, sys, threading, time
 from kvstrata.engine_adapter.paged.config import EngineConfig
+from kvstrata.engine_adapter.paged.outputs import SchedulerOutput
 from kvstrata.engine_adapter.paged.process_executor import ProcessExecutor
 executor = ProcessExecutor(msgspec.json.decode(sys.argv[1].encode(), type=EngineConfig))
+os.kill(executor.ranks[1].pid, signal.SIGSTOP)
+step = msgspec.json.decode(sys.argv[2].encode(), type=SchedulerOutput)
+threading.Thread(target=executor.execute, args=[step], daemon=True).start()
+while not executor._group.progress()[0]:
+    time.sleep(0.01)
 print(*(process.pid for process in executor.ranks), flush=True)
 sys.stdin.read()
 """
 
 
-def test_ranks_end_with_their_engine() -> None:
-    command = [sys.executable, "-c", ENGINE, msgspec.json.encode(config(2)).decode()]
+def test_ranks_end_with_their_engine_also_in_a_step() -> None:
+    new = NewRequest(
+        request_id="a",
+        token_ids=[1, 2],
+        num_prompt_tokens=2,
+        sampling=SamplingParams(),
+        block_ids=([1],),
+        num_computed_tokens=0,
+    )
+    step = SchedulerOutput(step_id=1, new=[new], num_scheduled_tokens={"a": 2})
+    arguments = [msgspec.json.encode(config(2)).decode(), msgspec.json.encode(step).decode()]
+    command = [sys.executable, "-c", ENGINE, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
-        pids = [int(word) for word in engine.stdout.readline().split()]
-        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        waiting, stopped = (int(word) for word in engine.stdout.readline().split())
+        assert alive(waiting) and alive(stopped)
         engine.kill()
-    until(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not alive(waiting))
+    os.kill(stopped, signal.SIGCONT)
+    until(lambda: not alive(stopped))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
