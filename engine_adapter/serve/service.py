@@ -84,9 +84,8 @@ class Service:
         with self._changed:
             prompts = sum(active.num_prompts for active in self._active)
             if prompts + generation.num_prompts > self._prompts_max:
-                raise ApiError(
-                    429, f"the engine has {prompts} prompts at work or queued, and takes {self._prompts_max}"
-                )
+                message = f"the engine has {prompts} prompts at work or queued, and takes {self._prompts_max}"
+                raise ApiError(429, message, code="engine_busy")
             self._active.add(generation)
 
     def _refuse_overlong(self, prompt_tokens: int, max_tokens: int) -> None:

@@ -159,6 +159,7 @@ def test_more_prompts_than_the_engine_queues(bench: Any) -> None:
                     await asyncio.sleep(0.001)
             refused = await client.post("/v1/completions", json=body)
             assert refused.status_code == 429 and "128" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["code"] == "engine_busy"
             for request_id in bench.engine.callbacks:
                 bench.engine.give(request_id, [65], "length")
             assert (await first).status_code == 200
