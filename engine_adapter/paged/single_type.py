@@ -130,8 +130,6 @@ class SingleTypeManager(ABC):
         assert not any(block.is_null for block in needed), f"{request_id}: a window that was never loaded is needed"
         tail = table[keep:]
         del table[keep:]
-        self._num_cached[request_id] = min(self._num_cached[request_id], keep)
-        self._num_skipped[request_id] = min(self._num_skipped[request_id], keep)
         self._pool.free_blocks(reversed(tail))
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:

@@ -108,6 +108,7 @@ def test_bounds_by_kind() -> None:
     assert swa.max_blocks(1000, 1) == 5, "the windows before and after a load"
     assert swa.max_blocks(20, 64) == 2
     assert ChunkedLocalSpec(block_size=16, chunk_size=32, **heads).max_blocks(1000, 64) == 7
+    assert ChunkedLocalSpec(block_size=16, chunk_size=32, **heads).max_blocks(1000, 1) == 5
     assert CrossAttentionSpec(block_size=16, max_encoder_len=100, **heads).max_blocks(1000, 64) == 7
     assert MambaSpec(block_size=16, shapes=((2, 2),)).max_blocks(1000, 64) == 1
     assert FULL.max_memory_usage_bytes(1000, 64) == 63 * PAGE
