@@ -12,7 +12,7 @@ def rms_norm(tiles: F32, weight: F32, eps: float) -> F32:
     scale = np.mean(np.square(tiles), axis=-1, keepdims=True)
     scale += np.float32(eps)
     np.sqrt(scale, out=scale)
-    normed = tiles / scale
+    normed: F32 = tiles / scale
     normed *= weight
     return normed
 

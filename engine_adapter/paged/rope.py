@@ -17,12 +17,13 @@ def inverse_frequencies(config: LlamaConfig) -> F32:
         return frequencies
     factor = np.float32(scaling.factor)
     if scaling.rope_type == "linear":
-        return frequencies / factor
+        return np.divide(frequencies, factor)
     # How many whole turns a frequency makes over the trained length says how much of it is kept.
     turns = scaling.original_max_position_embeddings * frequencies / np.float32(2 * np.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0, 1).astype(np.float32)
-    return kept * frequencies + (1 - kept) * frequencies / factor
+    blend: F32 = kept * frequencies + (1 - kept) * frequencies / factor
+    return blend
 
 
 class Rope:

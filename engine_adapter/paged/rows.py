@@ -117,4 +117,5 @@ class RowLayout:
 
 def multiply(tiles: F32, weight: F32) -> F32:
     """[num_tiles, TILE, k] x [k, n], ``weight`` C-contiguous: one product of one shape a tile. For all weights."""
-    return np.matmul(tiles, weight)
+    products: F32 = np.matmul(tiles, weight)
+    return products

@@ -79,7 +79,7 @@ class SafetensorsFile:
     def update(self, digest: xxhash.xxh3_128) -> None:
         """Feed the file's bytes to a digest."""
         for start in range(0, len(self._bytes), _HASH_CHUNK_BYTES):
-            digest.update(self._bytes[start : start + _HASH_CHUNK_BYTES])
+            digest.update(self._bytes[start : start + _HASH_CHUNK_BYTES].data)
 
 
 def open_folder(folder: Path) -> list[SafetensorsFile]:
