@@ -97,10 +97,12 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     made = Pair(f"ipc://{tmp_path}/lookup")
-    made.connect()
-    yield made
-    made.client.close()
-    made.worker.close()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.client.close()
+        made.worker.close()
 
 
 H = [bytes([number]) * 16 for number in range(8)]

@@ -235,6 +235,17 @@ def test_computing_is_chosen_where_it_is_faster_and_a_load_is_cut_by_the_deadlin
     assert (stats["decisions_part"], stats["decisions_compute"]) == (1, 1)
 
 
+@pytest.mark.parametrize(("window", "expected"), [(b"\0\0\1\0", 0), (b"\0\1\1\0", 16)])
+def test_a_cut_load_needs_the_window_of_its_own_end(window: bytes, expected: int) -> None:
+    at = Engine(layout=window_layout(), config=PoolConfig(load_deadline_ms=1000))
+    at.side.policy.load_ended(asked_tokens=8, loaded_tokens=8, nbytes=1000, seconds=2.3, explored=False, now=0.0)
+    at.side.forward_done(1, 10.0)
+    request = FakeRequest("r", 33)
+    at.side.on_new_request(request)
+    at.lookups.end(b"\1" * 8, window)  # 24 tokens are 448 bytes: 1.03 s, where 0.8 are allowed
+    assert at.side.get_num_new_matched_tokens(request, 0) == expected
+
+
 def test_an_absent_pool_is_left_alone_until_it_is_ready() -> None:
     at = Engine()
     request = FakeRequest("r", 17)
