@@ -41,6 +41,8 @@ class StorePlanner:
         """
         runs: list[GroupBlocks] = []
         for group in range(len(self._layout.groups)):
+            if state.cursor[group] >= state.limit[group]:  # most steps of most requests fill no block
+                continue
             rows = self._wanted(state, group, block_hashes, tables[group], room)
             room -= len(rows)
             runs += [group_blocks(self._layout, group, block_hashes, run, tables[group]) for run in consecutive(rows)]
