@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.transfer.grids import Grid
 from kvstrata.transfer.regions import BlockView
 
 Int64s = npt.NDArray[np.int64]
@@ -41,12 +44,27 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
     """
     target, source, length = merge_runs(target, source, length)
     total = int(length.sum())
-    if total < SPLIT_BYTES or (os.cpu_count() or 1) < 2:
+    whole = total < SPLIT_BYTES or (os.cpu_count() or 1) < 2
+    grid = Grid.found_in(target, source, length)
+    if grid is not None:
+        _copy_grid(grid, whole or len(grid.target) < 2)
+        return
+    if whole:
         _copy_each(target, source, length)
         return
     first, second = halves(target, source, length, total // 2)
-    other = _submit(second)
+    other = _submit(partial(_copy_each, *second))
     _copy_each(*first)
+    other.result()
+
+
+def _copy_grid(grid: Grid, whole: bool) -> None:
+    if whole:
+        grid.copy()
+        return
+    first, second = grid.halves()
+    other = _submit(second.copy)
+    first.copy()
     other.result()
 
 
@@ -71,11 +89,11 @@ def halves(
     return head, tail
 
 
-def _submit(work: tuple[Int64s, Int64s, Int64s]) -> Future[None]:
+def _submit(work: Callable[[], None]) -> Future[None]:
     global _helper
     if _helper is None or _helper[0] != os.getpid():
         _helper = (os.getpid(), ThreadPoolExecutor(2, thread_name_prefix="kvstrata-copy"))
-    return _helper[1].submit(_copy_each, *work)
+    return _helper[1].submit(work)
 
 
 def copy_one(target: int, source: int, length: int) -> None:
