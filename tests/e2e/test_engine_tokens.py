@@ -1,0 +1,158 @@
+"""The pool changes no token: real engines on a real pool, compared token by token with an engine that has none.
+
+The model's arithmetic is bit-reproducible (see docs/design.md), so equality is exact and never a matter of luck.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig, PoolConfig, StepConfig
+from kvstrata.engine_adapter.paged.engine import Engine
+from kvstrata.engine_adapter.paged.request import SamplingParams
+from tests.e2e.real_pool import RealPool
+
+BLOCK = 16
+OUTPUT = SamplingParams(max_tokens=6, ignore_eos=True)
+
+Prompt = list[int]
+
+
+def conversations(seed: int = 0) -> list[Prompt]:
+    """Two agents of four growing turns that share a system prompt, and the prompts around block edges."""
+    draw = random.Random(seed)
+
+    def text(length: int) -> Prompt:
+        return [draw.randrange(256) for _ in range(length)]
+
+    system = text(5 * BLOCK + 3)
+    prompts: list[Prompt] = []
+    for _ in range(2):
+        turn = system + text(37)
+        for _ in range(4):
+            prompts.append(turn)
+            turn = turn + text(draw.randrange(20, 90))
+    edges = text(2 * BLOCK)
+    return prompts + [edges[:n] for n in (1, BLOCK - 1, BLOCK, BLOCK + 1)] + [edges, edges]
+
+
+def config(model: str = "tiny", *, num_blocks: int = 400, longest: int = 1024, **pool: object) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=model, max_model_len=longest),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
+        step=StepConfig(max_num_batched_tokens=128, max_num_seqs=8),
+        pool=msgspec.convert({"load_policy": "always", "lookup_deadline_ms": 2_000, **pool}, PoolConfig),
+    )
+
+
+def serve(engine: Engine, prompts: list[Prompt], salt: str = "") -> list[Prompt]:
+    """One after the other, as turns of a conversation are."""
+    return [engine.generate([prompt], OUTPUT, salt)[0] for prompt in prompts]
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[EngineConfig], Engine]]:
+    engines: list[Engine] = []
+
+    def open_engine(wanted: EngineConfig) -> Engine:
+        engines.append(Engine.create(wanted))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
+    """One for all: tests keep apart by their salts."""
+    real = RealPool(tmp_path_factory.mktemp("pool"), nodes=1, dram="64MiB")
+    yield real
+    real.end()
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[Prompt]]:
+    """Tokens of engines with no cache at all, by model."""
+    found: dict[str, list[Prompt]] = {}
+    for model in ("tiny", "tiny-swa"):
+        bare = config(model)
+        engine = Engine.create(
+            msgspec.structs.replace(bare, cache=msgspec.structs.replace(bare.cache, enable_prefix_caching=False))
+        )
+        found[model] = serve(engine, conversations())
+        engine.close()
+    return found
+
+
+def settle(engine: Engine) -> None:
+    """Step until nothing is under way: what was computed is stored then."""
+    deadline = time.monotonic() + 20
+    while engine.has_work:
+        assert time.monotonic() < deadline, engine.stats()
+        engine.step()
+        engine.wait(0.05)
+
+
+def counters_are_zero(engine: Engine) -> None:
+    settle(engine)
+    engine.scheduler.check()
+    if engine.connector is not None:
+        engine.connector.check()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.loading) == (0, 0, 0)
+    assert engine.kv.pool.num_free_blocks == engine.kv.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-swa"])
+def test_private_cache_and_pool_change_no_token(
+    model: str, pool: RealPool, plain: dict[str, list[Prompt]], opened: Callable[[EngineConfig], Engine]
+) -> None:
+    private = opened(config(model))
+    assert serve(private, conversations()) == plain[model]
+    assert private.stats().prefix_cache_hits > 0
+
+    first = opened(config(model, masters=pool.address))
+    assert serve(first, conversations(), "same") == plain[model]
+    settle(first)
+    second = opened(config(model, masters=pool.address))
+    assert serve(second, conversations(), "same") == plain[model]
+    assert second.stats().external_prefix_cache_hits > 0
+    counters_are_zero(first)
+    counters_are_zero(second)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("fault", ["lose", "corrupt"])
+def test_failed_loads_change_no_token(
+    fault: str, rate: float, pool: RealPool, plain: dict[str, list[Prompt]], opened: Callable[[EngineConfig], Engine]
+) -> None:
+    writer = opened(config(masters=pool.address))
+    salt = f"{fault} {rate}"
+    serve(writer, conversations(), salt)
+    settle(writer)
+    reader = opened(config(masters=pool.address, transport=f"auto+faults:{fault}={rate},seed=3"))
+    assert serve(reader, conversations(), salt) == plain["tiny"]
+    counters_are_zero(reader)
+    seen = reader.stats().connector
+    assert seen["loads"] > 0 and seen["loads_ended"] == seen["loads"]
+    if rate >= 0.5:
+        assert seen["load_tokens"] < seen["load_tokens_asked"]
+
+
+def test_preemption_changes_no_token(pool: RealPool, opened: Callable[[EngineConfig], Engine]) -> None:
+    """All requests at once, each growing by two blocks, in a cache that holds the longest one and little more."""
+    prompts, growing = conversations(), SamplingParams(max_tokens=2 * BLOCK + 1, ignore_eos=True)
+    expected = opened(config()).generate(prompts, growing)
+    longest = max(len(prompt) for prompt in prompts) + growing.max_tokens
+    few = -(-longest // BLOCK) + 4
+    for masters in ("", pool.address, pool.address):
+        engine = opened(config(num_blocks=few, longest=longest, masters=masters))
+        assert engine.generate(prompts, growing, "preempted") == expected
+        assert engine.stats().preemptions > 0
+        counters_are_zero(engine)
