@@ -73,8 +73,6 @@ class Generation:
 
     def _submit(self, index: int, prompt: list[int], sampling: SamplingParams, cache_salt: str) -> None:
         request_id = f"{self.id}-{index}"
-        # Before the call: should it raise half-way, aborting an unknown id does no harm.
-        self._running[index] = request_id
         self._engine.submit(
             prompt,
             sampling,
@@ -82,6 +80,7 @@ class Generation:
             request_id=request_id,
             on_output=lambda output: self._mailbox.put(index, output),
         )
+        self._running[index] = request_id
 
     def _measure(self, index: int, choice: Choice, at_s: float) -> None:
         if self._first_token_s[index] is None and choice.num_output_tokens:
