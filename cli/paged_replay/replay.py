@@ -96,7 +96,6 @@ def _serve(
 def _config(
     name: CaseName, options: PagedOptions, plan: Plan, tokenizer: str, masters: str, number: int
 ) -> EngineConfig:
-    faults = f"+faults:lose={options.faults},seed={options.seed + number}" if options.faults else ""
     return EngineConfig(
         model=ModelConfig(
             model=options.model, seed=options.seed, tokenizer=tokenizer, max_model_len=plan.max_model_len
@@ -106,6 +105,14 @@ def _config(
             memory_bytes=options.kv_bytes,
             enable_prefix_caching=name != "none",
         ),
-        pool=PoolConfig(masters=masters, transport=f"auto{faults}"),
+        pool=PoolConfig(masters=masters, transport=_transport(options, number)),
         name=f"replay-{number}",
     )
+
+
+def _transport(options: PagedOptions, number: int) -> str:
+    """Faults are drawn a block: it is lost, or has a wrong byte, or both; ``faults`` is the share of either."""
+    if not options.faults:
+        return "auto"
+    each = 1 - (1 - options.faults) ** 0.5
+    return f"auto+faults:lose={each},corrupt={each},seed={options.seed + number}"
