@@ -24,15 +24,20 @@ from kvstrata.engine_adapter.paged.rows import F32, I64, TILE
 #: Below any score, and finite: -inf less -inf would be NaN.
 _NO_PEAK: Final = np.float32(-1e30)
 
+_HALF_MAX: Final = float(np.finfo(np.float16).max)
+
 KV = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
 
 def write_kv(kv: KV, slot_mapping: I64, keys: F32, values: F32) -> None:
-    """Put K and V [n, num_kv_heads, head_size] of n tokens into ``kv`` [2, num_blocks, block_size, ...]."""
+    """Put K and V [n, num_kv_heads, head_size] of n tokens into ``kv`` [2, num_blocks, block_size, ...].
+
+    What float16 cannot hold becomes its largest number: an infinity would be NaN to tokens that must not see it.
+    """
     block_size = kv.shape[2]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    kv[0][blocks, offsets] = keys
-    kv[1][blocks, offsets] = values
+    for part, entries in zip(kv, (keys, values), strict=True):
+        part[blocks, offsets] = entries if kv.dtype == np.float32 else np.clip(entries, -_HALF_MAX, _HALF_MAX)
 
 
 class PagedAttention:

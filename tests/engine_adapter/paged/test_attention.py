@@ -131,3 +131,11 @@ def test_write_kv(dtype: str) -> None:
         assert np.array_equal(kv[0, block, offset], keys[index].astype(dtype))
         assert np.array_equal(kv[1, block, offset], values[index].astype(dtype))
     assert np.count_nonzero(kv.any(axis=(3, 4))) == 6
+
+
+def test_what_float16_cannot_hold_stays_finite() -> None:
+    kv = np.zeros((2, 2, 4, KV_HEADS, HEAD), np.float16)
+    huge = np.full((1, KV_HEADS, HEAD), 1e9, np.float32)
+    write_kv(kv, np.array([5]), huge, -huge)
+    assert kv[0, 1, 1].max() == np.finfo(np.float16).max
+    assert kv[1, 1, 1].min() == np.finfo(np.float16).min

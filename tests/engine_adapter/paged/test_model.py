@@ -100,6 +100,18 @@ def test_any_shape(shape: dict[str, object]) -> None:
     cut.assert_same(sequence, reference, whole)
 
 
+def test_two_threads_keep_the_promise_too() -> None:
+    """With bits of their own: that is why the number of threads is part of a model's identity."""
+    llama = make_model("8m")
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        whole, cut = Steps(llama), Steps(llama, seed=1)
+        reference, sequence = whole.sequence(prompt(20)), cut.sequence(prompt(20))
+        whole.step([(reference, 20)])
+        for count in (3, 1, 16):
+            cut.step([(sequence, count)])
+        cut.assert_same(sequence, reference, whole)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     data=st.data(),
