@@ -32,7 +32,7 @@ class StepBatch:
         """Compute the request's next ``count`` tokens, whose slots are allocated."""
         self.budget -= count
         self.scheduled.append((request, count))
-        if request.num_computed_tokens < request.num_prompt_tokens or count > 1:
+        if request.num_computed_tokens < request.num_prompt_tokens:
             self.prefill_tokens += count
         if self._workers.knows(request.request_id):
             self._cached.append(self._workers.advance(request, new_block_ids))

@@ -159,6 +159,18 @@ def test_an_abort_is_the_last_output(rig: Rig) -> None:
     assert last.finish_reason == "abort" and len(tokens) <= 2
 
 
+def test_an_id_is_in_use_until_its_end_was_told(rig: Rig) -> None:
+    rig.ranks.stop()
+    _, first = rig.submit(3, request_id="a")
+    assert rig.ranks.reached.wait(PATIENCE_S)
+    rig.loop.abort("a")
+    _, second = rig.submit(3, request_id="a")
+    rig.ranks.gate.set()
+    assert first.end()[1].finish_reason == "abort"
+    assert "in use" in second.end()[1].error
+    assert rig.submit(3, request_id="a")[1].end()[1].finish_reason == "length"
+
+
 def test_the_inbox_has_a_bound_but_not_for_aborts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loop, "INBOX_MAX", 2)
     rig.ranks.stop()
