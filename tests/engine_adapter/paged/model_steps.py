@@ -49,7 +49,7 @@ class Steps:
         shape = (2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self.kv = [np.full(shape, np.nan, dtype) for _ in range(config.num_hidden_layers)]
         self._rng = np.random.default_rng(seed)
-        self._free = (self._rng.permutation(num_blocks - 1) + 1).tolist()
+        self.free_blocks = (self._rng.permutation(num_blocks - 1) + 1).tolist()
 
     def sequence(self, token_ids: Sequence[int] | npt.NDArray[np.int64]) -> Tokens:
         return Tokens(np.asarray(token_ids, np.int64), [[] for _ in self.windows])
@@ -68,9 +68,9 @@ class Steps:
             for block in set(table) - {0}:
                 for kv in self.kv:
                     kv[:, block] = np.nan
-                self._free.append(block)
+                self.free_blocks.append(block)
             table.clear()
-        self._rng.shuffle(self._free)
+        self._rng.shuffle(self.free_blocks)
         sequence.computed = 0
         sequence.logits.clear()
 
@@ -81,7 +81,7 @@ class Steps:
             end = sequence.computed + count
             for table in sequence.tables:
                 while len(table) * self.block_size < end:
-                    table.append(self._free.pop())
+                    table.append(self.free_blocks.pop())
             start = spans[-1][1] if spans else 0
             spans.append((start, start + count))
             positions.append(np.arange(sequence.computed, end))

@@ -150,7 +150,7 @@ def test_a_prefix_that_was_loaded_gives_the_bits_of_one_that_was_computed(size: 
     sequence = steps.sequence(prompt(530))
     for group, table in enumerate(computed.tables):
         for index in range(20):
-            block = steps._free.pop()
+            block = steps.free_blocks.pop()
             sequence.tables[group].append(block)
             for layer, its in enumerate(steps.layer_group):
                 if its == group:
@@ -186,7 +186,7 @@ def test_a_prefix_that_is_computed_in_the_very_step_that_shares_it() -> None:
     steps.step([(first, 100)])
     for table in first.tables:
         while len(table) < 34:
-            table.append(steps._free.pop())
+            table.append(steps.free_blocks.pop())
     second = steps.fork(first, 33, np.concatenate([prompt(530)[:528], prompt(17)]))
     steps.step([(second, 17), (first, 430)], common=33)
     assert_as_alone(steps, first, "tiny")
