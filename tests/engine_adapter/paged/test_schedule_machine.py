@@ -173,7 +173,7 @@ class HybridPoolSideMachine(HybridMachine):
     real_side = True
 
 
-SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestSchedules = ScheduleMachine.TestCase
 TestHybridSchedules = HybridMachine.TestCase
 TestPoolSideSchedules = PoolSideMachine.TestCase
