@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, Mode
 from kvstrata.engine_adapter.paged.executor import Executor, InProcessExecutor, make_executor
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
 from kvstrata.engine_adapter.paged.process_executor import ProcessExecutor
+from kvstrata.engine_adapter.paged.rank_messages import ToRank
+from kvstrata.engine_adapter.paged.rank_process import RankProcess
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
 
@@ -146,6 +148,24 @@ def test_a_rank_killed_in_a_step_is_named_and_nobody_is_left(victim: ProcessExec
     victim.close()
 
 
+def test_the_rank_that_was_lost_is_named_and_not_the_one_that_says_so(
+    victim: ProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has reported and ended before anything is read: its report comes first."""
+    first, second = (process.pid for process in victim.ranks)
+    os.kill(second, signal.SIGSTOP)
+    send = victim._send
+
+    def send_and_lose(processes: Sequence[RankProcess], message: ToRank) -> None:
+        send(processes, message)
+        os.kill(second, signal.SIGKILL)
+        until(lambda: not alive(first))
+
+    monkeypatch.setattr(victim, "_send", send_and_lose)
+    with pytest.raises(Unavailable, match=rf"^rank 1 \(pid {second}\) was ended by SIGKILL"):
+        played(victim, 0, 400)
+
+
 def test_a_rank_killed_between_steps_is_named(victim: ProcessExecutor) -> None:
     pid = victim.ranks[0].pid
     os.kill(pid, signal.SIGKILL)
@@ -252,12 +272,10 @@ def test_an_idle_engine_is_woken_by_an_outcome(ranks: int) -> None:
         output = SchedulerOutput(step_id=1, connector_meta=ConnectorMeta(loads=[job]))
         found = [[] if end.connector is None else end.connector.outcomes for end in executor.execute(output)]
         assert len(executor.wake_fds()) == ranks
-        poller = select.poll()
-        for fd in executor.wake_fds():
-            poller.register(fd, select.POLLIN)
+        for fd in executor.wake_fds():  # also where the step itself brought the outcome
+            assert select.select([fd], [], [], LONG_S)[0], "nobody woke the engine"
         step_id = 1
         while not all(found):
-            assert poller.poll(LONG_S * 1000), "nobody woke the engine"
             step_id += 1
             for outcomes, end in zip(found, executor.execute(SchedulerOutput(step_id=step_id)), strict=True):
                 outcomes += [] if end.connector is None else end.connector.outcomes
@@ -265,6 +283,6 @@ def test_an_idle_engine_is_woken_by_an_outcome(ranks: int) -> None:
             [(5, b"\0\0")] for _ in range(ranks)
         ]
         executor.execute(SchedulerOutput(step_id=step_id + 1))
-        assert not poller.poll(0)
+        assert not select.select(executor.wake_fds(), [], [], 0)[0]
     finally:
         executor.close()

@@ -91,6 +91,15 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
     assert stream.finish() == ""
 
 
+def test_a_token_that_reads_differently_at_the_start_keeps_its_space(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"▁good": 0, "▁day": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode([0, 1, 2, 0]) == "good days good"
+    assert streamed(tokenizer, [0, 1, 2, 0], [1, 2, 3]) == ["good", " day", "s", " good", ""]
+
+
 def test_special_tokens_are_no_text(file: Path) -> None:
     bpe = FileTokenizer(file)
     assert bpe.eos_token_id == 0
