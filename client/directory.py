@@ -27,6 +27,8 @@ from kvstrata.transfer.identity import Identity, parse_address
 log = get_logger(__name__)
 
 MASTERS_MAX: Final = 16
+#: A miss report waits for a free connection no longer than this.
+REPORT_S: Final = 0.1
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client.directory import Directory
+from kvstrata.client.directory import REPORT_S, Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
@@ -34,9 +34,6 @@ _EVICTED: Final = int(BlockStatus.EVICTED)
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
 _OPEN[[_UNKNOWN, _EVICTED, int(BlockStatus.NODE_LOST)]] = True
-
-#: A miss report waits for a free connection no longer than this.
-REPORT_S: Final = 0.1
 
 
 @dataclass(slots=True)

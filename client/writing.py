@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client.directory import Directory
+from kvstrata.client.directory import REPORT_S, Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Placed, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
@@ -27,6 +28,7 @@ log = get_logger(__name__)
 _UNKNOWN: Final = int(BlockStatus.UNKNOWN)
 _STORED: Final = int(BlockStatus.STORED)
 _PRESENT: Final = int(BlockStatus.ALREADY_PRESENT)
+_IN_FLIGHT: Final = int(BlockStatus.IN_FLIGHT)
 
 
 @dataclass(slots=True)
@@ -118,8 +120,16 @@ class Writer:
                 continue
             pushed = self._push(peer, offered, run.where)
             status[run.where] = pushed.status
+            self._report_refused(offered, node, run.where, pushed.status)
             moved += pushed.bytes_moved
         return moved
+
+    def _report_refused(self, offered: Offered, node: Endpoint, run: slice, status: npt.NDArray[np.uint8]) -> None:
+        """Tell the master what will not come, or it tells every writer for a while that it is in flight."""
+        refused = np.flatnonzero((status != _STORED) & (status != _PRESENT) & (status != _IN_FLIGHT))
+        if refused.size:
+            hashes = gather(offered.hashes, offered.namespace.hash_bytes, refused + run.start)
+            self._directory.report_miss(offered.namespace, offered.salt, hashes, node, 0, time.monotonic() + REPORT_S)
 
     def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         width = offered.namespace.hash_bytes

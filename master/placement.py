@@ -171,7 +171,7 @@ class Placement:
             self._rotated_at = now
 
     def fulfilled(self, keys: Keys, scope: Keys) -> None:
-        """These blocks are held: from now on the directory says where, or that they are gone again."""
+        """These blocks are held, and the directory says where, or they were refused: nobody is on the way any more."""
         scoped = keys ^ scope
         for table in (self._intents, self._older):
             if table.live:

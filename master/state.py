@@ -204,13 +204,15 @@ class MasterState:
 
     def _miss(self, event: m.MissReport, now: float) -> None:
         opened = self.namespaces.by_handle(event.handle)
+        table, keys = self._where(opened.namespace, event.salt, event.hashes)
+        # A writer whose node refused says so too, and nobody need wait for what is not coming.
+        self.placement.fulfilled(keys, _scope(table.group, table.shard, table.salt))
         node = self.nodes.get(event.node_id)
         if node is None or node.attachment is None or not self.knows(event.node_id, event.incarnation):
             return
         attachment = node.attachment
         if attachment.slot is None or event.delta_seq <= attachment.applied_seq:
             return
-        table, keys = self._where(opened.namespace, event.salt, event.hashes)
         until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)
         hidden = self.directory.hide(attachment.slot, table, keys, until)
         self.counts["hidden_blocks"] += hidden

@@ -130,6 +130,18 @@ def test_an_evicted_block_is_reported_and_tried_once_more(
     assert result.tiers.tolist() == [0, NO_TIER] + [0] * 6
 
 
+def test_a_refused_block_is_reported_so_that_nobody_waits_for_it(
+    client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    refused = split(packed(8))[3]
+    for node in nodes.values():
+        node.answers[refused] = S.FULL
+    result = client.store(ns, "", packed(8), client.register(rows_of(8)).rows(ns))
+    assert result.status.tolist() == [S.STORED] * 3 + [S.FULL] + [S.STORED] * 4
+    until(lambda: len(master.reports) == 1)
+    assert master.reports[0].hashes == refused and master.reports[0].delta_seq == 0
+
+
 def test_a_stale_directory_costs_one_more_try_and_no_more(
     client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode]
 ) -> None:

@@ -57,3 +57,11 @@ def test_an_intent_outlives_what_is_not_its_blocks_commit(master: Attached) -> N
     master.change(added=True, salt="other")
     master.change(added=False)
     assert master.place() == [PlaceState.IN_FLIGHT] * 2
+
+
+def test_a_refused_writer_frees_the_block_for_the_next(master: Attached) -> None:
+    master.place()
+    handle = master.state.open_namespace(NS)[0].handle
+    master.state.handle(m.MissReport(handle, "t", HASHES[:16], "n", 1, 0), 1000.0)
+    assert master.place() == [PlaceState.NEW, PlaceState.IN_FLIGHT]
+    master.state.check()
