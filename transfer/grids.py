@@ -77,5 +77,6 @@ class Grid:
         span = reach + stride * (self.pieces - 1) + self.piece_bytes
         memory = np.frombuffer((ctypes.c_uint8 * span).from_address(base), np.uint8)
         shape = (reach // unit + 1, self.pieces, self.piece_bytes)
-        windows = np.lib.stride_tricks.as_strided(memory, shape, (unit, stride, 1))
-        return windows, (apart // unit).tolist()
+        windows: npt.NDArray[np.uint8] = np.ndarray(shape, np.uint8, memory, strides=(unit, stride, 1))
+        rows: list[int] = (apart // unit).tolist()
+        return windows, rows
