@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.kv_cache_manager import KVCacheManager
 from kvstrata.engine_adapter.paged.kv_cache_spec import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -197,6 +200,14 @@ def test_blocks_held_for_a_transfer_outlive_their_request() -> None:
     kv.check()
 
 
+def test_the_tail_of_a_freed_request_is_evicted_first() -> None:
+    kv, it = manager_of(FULL, num_blocks=11), request(40)
+    prefill(kv, it)
+    kv.free(it)
+    assert kv.allocate_slots(request(12, "other", first=100), 12) is not None
+    assert kv.get_computed_blocks(it).num_tokens == 28, "the last three of ten are gone"
+
+
 def test_a_window_lets_a_long_request_run_in_few_blocks() -> None:
     kv = manager_of(SWA, num_blocks=8, step=8)
     assert kv.can_ever_fit(120) and kv.blocks_needed(120) == 5
@@ -215,6 +226,44 @@ def test_admission_is_the_sum_over_groups_without_the_null_block() -> None:
     it = request(28)
     assert kv.allocate_slots(it, 28) is None and kv.usage == 0
     assert KVCacheManager(kv.config).hash_block_size == SIZE
+
+
+@given(
+    kind=st.sampled_from(["full", "sliding", "chunked"]),
+    window=st.integers(1, 40),
+    step=st.integers(1, 24),
+    length=st.integers(2, 120),
+    local=st.integers(0, 20),
+    external=st.integers(0, 20),
+    loaded=st.booleans(),
+)
+def test_what_was_admitted_finishes_in_just_the_blocks_it_was_promised(
+    kind: str, window: int, step: int, length: int, local: int, external: int, loaded: bool
+) -> None:
+    specs: dict[str, KVCacheSpec] = {
+        "full": FULL,
+        "sliding": SlidingWindowSpec(block_size=SIZE, num_kv_heads=2, head_size=2, sliding_window=window),
+        "chunked": ChunkedLocalSpec(block_size=SIZE, num_kv_heads=2, head_size=2, chunk_size=window),
+    }
+    needed = manager_of(specs[kind], step=step).blocks_needed(length)
+    kv = manager_of(specs[kind], num_blocks=needed + 1, step=step)
+    earlier, it = request(min(local * SIZE + 1, length), "earlier"), request(length)
+    while earlier.num_computed_tokens < earlier.num_tokens:
+        count = min(step, earlier.num_tokens - earlier.num_computed_tokens)
+        assert kv.allocate_slots(earlier, count) is not None
+        earlier.num_computed_tokens += count
+    kv.free(earlier)
+    computed = kv.get_computed_blocks(it)
+    it.num_computed_tokens = computed.num_tokens
+    brought = min(external * SIZE, (length - 1 - computed.num_tokens) // SIZE * SIZE)
+    allocated = kv.allocate_slots(it, 0, computed=computed, num_external_tokens=brought, delay_cache_blocks=True)
+    assert allocated is not None
+    it.num_computed_tokens += brought if loaded else 0
+    while it.num_computed_tokens < length:
+        count = min(step, length - it.num_computed_tokens)
+        assert kv.allocate_slots(it, count) is not None, f"{it} stands still"
+        it.num_computed_tokens += count
+    kv.check()
 
 
 def test_common_prefix_is_what_all_tables_begin_with() -> None:
