@@ -75,7 +75,7 @@ class Grid:
         unit = int(np.gcd.reduce(apart)) or 1
         reach = int(apart.max()) if len(first) else 0
         span = reach + stride * (self.pieces - 1) + self.piece_bytes
-        memory = np.frombuffer((ctypes.c_uint8 * span).from_address(base), np.uint8)
+        memory = memoryview((ctypes.c_uint8 * span).from_address(base))
         shape = (reach // unit + 1, self.pieces, self.piece_bytes)
         windows: npt.NDArray[np.uint8] = np.ndarray(shape, np.uint8, memory, strides=(unit, stride, 1))
         rows: list[int] = (apart // unit).tolist()
