@@ -26,7 +26,7 @@ def sample(logits: F32, params: SamplingParams, position: int) -> int:
         return int(np.argmax(_ordered(logits)))
     row = _ordered(logits).astype(np.float64)
     scaled = (row - row.max()) / params.temperature
-    candidates = _candidates(scaled, params)
+    candidates = _candidates(row, scaled, params)
     chances = np.cumsum(_softmax(scaled[candidates]))
     drawn = uniform(params.seed, position) * chances[-1]
     # side="right": a token of chance 0 is never drawn, not even by 0.0.
@@ -41,10 +41,10 @@ def uniform(seed: int, position: int) -> float:
 def log_probabilities(logits: F32, token_id: int, top: int) -> TokenLogprobs:
     """Of the sampled token and of the ``top`` likeliest (ties: lowest id), by the model alone: temperature 1."""
     row = _ordered(logits).astype(np.float64)
-    row -= row.max()
-    row -= np.log(np.exp(row).sum())
     likeliest = _largest(row, min(top, len(row)))
-    return TokenLogprobs(float(row[token_id]), [(int(index), float(row[index])) for index in likeliest])
+    logs = row - row.max()
+    logs -= np.log(np.exp(logs).sum())
+    return TokenLogprobs(float(logs[token_id]), [(int(index), float(logs[index])) for index in likeliest])
 
 
 def _ordered(logits: F32) -> F32:
@@ -66,12 +66,15 @@ def _largest(row: _F64, count: int) -> npt.NDArray[np.int64]:
     return kept[np.argsort(-row[kept], kind="stable")][:count].astype(np.int64)
 
 
-def _candidates(scaled: _F64, params: SamplingParams) -> npt.NDArray[np.int64]:
-    """Token ids that may be drawn: the ``top_k`` likeliest, of these the fewest that reach ``top_p`` together."""
+def _candidates(row: _F64, scaled: _F64, params: SamplingParams) -> npt.NDArray[np.int64]:
+    """Token ids that may be drawn: the ``top_k`` likeliest, of these the fewest that reach ``top_p`` together.
+
+    Ranked by the logits themselves: scaling may round two of them to one number.
+    """
     limit = min(params.top_k or len(scaled), len(scaled))
     if limit == len(scaled) and params.top_p >= 1.0:
         return np.arange(len(scaled))
-    likeliest = _largest(scaled, limit)
+    likeliest = _largest(row, limit)
     if params.top_p >= 1.0:
         return likeliest
     reached = np.cumsum(_softmax(scaled[likeliest]))

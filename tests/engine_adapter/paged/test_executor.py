@@ -256,8 +256,10 @@ def test_ranks_end_with_their_engine_also_in_a_step() -> None:
         waiting, stopped = (int(word) for word in engine.stdout.readline().split())
         assert alive(waiting) and alive(stopped)
         engine.kill()
-    until(lambda: not alive(waiting))
-    os.kill(stopped, signal.SIGCONT)
+    try:
+        until(lambda: not alive(waiting))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
     until(lambda: not alive(stopped))
 
 

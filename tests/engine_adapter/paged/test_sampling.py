@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstrata.engine_adapter.paged.request import SamplingParams
@@ -71,6 +71,7 @@ def test_seeds_and_positions_give_other_numbers() -> None:
 
 
 @settings(deadline=None)
+@example(values=[-2.3021548895766377e-35, 0.0], top=1)
 @given(values=LOGITS, top=st.integers(0, 20))
 def test_log_probabilities(values: list[float], top: int) -> None:
     row = logits(*values)
