@@ -26,7 +26,7 @@ Nodes = Annotated[int, typer.Option(help="Storage nodes of the pool it starts.",
 Seed = Annotated[int, typer.Option(help="Same seed, same run.", min=0)]
 #: A prefill that is felt, in a minute on two cores.
 DEMO_MODEL = "8m"
-DEMO_KV_BYTES = 32 << 20
+DEMO_KV_BYTES = 30 << 20
 _STAND_IN = "Engine stand-ins"
 _PAGED = "Paged engines"
 

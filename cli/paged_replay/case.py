@@ -96,7 +96,10 @@ class Case:
                 loop.ended(turn, time.monotonic())
                 progress()
         self._run.seconds = time.monotonic() - started
-        self._run.counters = [{} if engine.lost else engine.finish() for engine in self._engines]
+        alive = [engine for engine in self._engines if not engine.lost]
+        for engine in alive:
+            engine.finish()
+        self._run.counters = [engine.summary() for engine in alive]
         return self._run
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ _KINDS = ("int", "str", "bytes", "float", "bool", "list", "dict", "None")
 
 
 def generate_conversations(
-    sessions: int, turns: int, seed: int, *, system_chars: int = 6_000, turn_chars: int = 1_200
+    sessions: int, turns: int, seed: int, *, system_chars: int = 3_000, turn_chars: int = 1_500
 ) -> TextTrace:
     """``sessions`` conversations of ``turns`` requests; sizes in characters (one byte each), give or take a line."""
     rng = random.Random(seed)

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -77,15 +76,22 @@ class EngineChild:
         """One message; call it when the descriptor is readable."""
         return self._pipe.receive_any(FRAME_S)
 
-    def finish(self) -> dict[str, float]:
-        """Ask it to end; returns its counters, empty (and logged) when it gives none."""
+    def finish(self) -> None:
+        """Ask it to end; :meth:`summary` waits for it."""
         try:
             self._pipe.send(Finish(), SEND_S)
-            until = time.monotonic() + SUMMARY_S
-            return self._pipe.receive(Summary, max(0.1, until - time.monotonic())).counters
         except Unavailable as error:
-            _log.warning("engine_gave_no_summary", engine=self.number, error=str(error))
+            _log.warning("engine_not_told", engine=self.number, error=str(error))
+
+    def summary(self) -> dict[str, float]:
+        """Its counters, when it has closed its connector and ended; empty (and logged) when it gives none."""
+        try:
+            counters = self._pipe.receive(Summary, SUMMARY_S).counters
+            self.child.process.wait(SUMMARY_S)
+        except (Unavailable, subprocess.TimeoutExpired) as error:
+            _log.warning("engine_did_not_end_well", engine=self.number, error=str(error))
             return {}
+        return counters
 
     def lose(self, why: str) -> str:
         """Give the engine up; returns what to report."""

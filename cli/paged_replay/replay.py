@@ -22,7 +22,7 @@ from kvstrata.proto.errors import ConfigError
 
 #: The generated conversations, when the options name no trace.
 GENERATED_SESSIONS = 6
-GENERATED_TURNS = 6
+GENERATED_TURNS = 8
 
 Progress = Callable[[int, int], None]
 

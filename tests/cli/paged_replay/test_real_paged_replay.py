@@ -67,7 +67,8 @@ def test_tokens_are_the_same_in_all_cases_and_the_pool_hits_what_the_simulator_s
 
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_loads_that_fail_are_computed_and_change_no_token(rate: float) -> None:
-    result = run_paged_replay(dataclasses.replace(SMALL, faults=rate, tokenizer="bpe:400", think_cap_s=0.1))
+    options = dataclasses.replace(SMALL, faults=rate, tokenizer="bpe:400", concurrency=2, think_cap_s=0.1)
+    result = run_paged_replay(options)
     check_same_tokens(result)
     pool = result.case("pool")
     assert pool is not None
