@@ -28,7 +28,8 @@ def text_report(result: PagedResult) -> str:
     """Table and notes, without colours; ends with a newline."""
     out = io.StringIO()
     console = Console(file=out, width=TABLE_COLUMNS, highlight=False, color_system=None)
-    table = Table(title=title(result), title_justify="left")
+    console.print(title(result), markup=False)
+    table = Table()
     table.add_column("", no_wrap=True)
     for name in columns(result):
         table.add_column(name, justify="right")
