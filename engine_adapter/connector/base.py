@@ -46,7 +46,8 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A load or a store of one request. Ends exactly once, by ``deadline_s`` seconds after it was started.
+    """A load or a store of one request. Ends exactly once, by ``deadline_s`` seconds after it began: a load when it
+    is given to the worker side, a store when the forward pass that writes its blocks has ended.
 
     The engine's blocks it names stay referenced (by the scheduler side) until it is terminal on every rank.
     """

@@ -70,6 +70,11 @@ class Outbox:
             self._open[job.job_id] = opened
         return opened
 
+    def restart(self, opened: OpenJob) -> None:
+        """Its time counts from now: a store waits for the forward pass, which may take longer than a store may."""
+        now = self._clock()
+        opened.start_by, opened.started = now + (opened.start_by - opened.started), now
+
     def end(self, opened: OpenJob, untried: str) -> None:
         """The job is terminal: nothing touches its memory any more. ``untried``: why blocks were left out."""
         outcome = self._outcome(opened, untried)

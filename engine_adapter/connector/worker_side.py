@@ -102,6 +102,7 @@ class PoolWorkerSide:
         """The step's KV is in memory: its stores may begin."""
         written, self._written = self._written, []
         for opened in written:
+            self._outbox.restart(opened)
             self._enqueue(opened, self._stores, self._store_workers)
 
     def take_output(self) -> ConnectorOutput:

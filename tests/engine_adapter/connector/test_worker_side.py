@@ -206,6 +206,15 @@ def test_a_job_that_waited_too_long_is_late(start: Start, client: ScriptedClient
     assert engine.outcome(1).reasons == {"late": 2} and engine.outcome(2).reasons == {"stored": 2}
 
 
+def test_a_store_is_not_late_for_a_long_forward_pass(start: Start, client: ScriptedClient) -> None:
+    engine = start()
+    engine.side.start(store(1, names(2), [1, 2]))
+    engine.clock.now += 60
+    engine.side.forward_ended()
+    outcome = engine.outcome(1)
+    assert outcome.reasons == {"stored": 2} and outcome.seconds < 1
+
+
 def test_a_load_past_its_deadline_has_no_outcome_while_its_call_runs(start: Start, client: ScriptedClient) -> None:
     put(client, names(2))
     engine = start()
