@@ -11,6 +11,8 @@ Groups that share a tensor may cut a page differently; a block id is one group's
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +31,9 @@ class KVMemory:
     def __init__(self, config: KVCacheConfig, buffer: npt.NDArray[np.uint8] | None = None) -> None:
         expected = config.num_blocks * config.block_bytes
         if buffer is None:
-            buffer = np.zeros(expected, np.uint8)
+            # Populated at once, as a pool's memory is: the first touch of a page costs more than computing it.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+            buffer = np.frombuffer(mmap.mmap(-1, expected, flags=flags), np.uint8)
         if buffer.nbytes != expected or buffer.ndim != 1 or buffer.dtype != np.uint8:
             raise InvalidArgument(f"KV memory of {expected} bytes expected, got {buffer.dtype} {buffer.shape}")
         self.buffer = buffer
