@@ -17,7 +17,7 @@ from kvstrata.cli.paged_replay.vocabulary import tokenizer_path
 from kvstrata.cli.replay.pool import OwnPool, RunningPool
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig
-from kvstrata.engine_adapter.paged.tokenizer import load_tokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import load_tokenizer
 from kvstrata.proto.errors import ConfigError
 
 #: The generated conversations, when the options name no trace.

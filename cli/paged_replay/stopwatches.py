@@ -15,12 +15,12 @@ from kvstrata.engine_adapter.connector.base import (
     SchedulerSide,
 )
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import KVCacheConfig
 from kvstrata.engine_adapter.paged.config import EngineConfig
 from kvstrata.engine_adapter.paged.engine import Connect, Engine
-from kvstrata.engine_adapter.paged.executor import Executor
-from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
+from kvstrata.engine_adapter.paged.ranks.executor import Executor
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer
 
 
 class TimedConnector:

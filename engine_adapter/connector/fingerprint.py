@@ -18,7 +18,7 @@ import msgspec
 
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.hashing import BlockHasher
-from kvstrata.engine_adapter.paged.kv_cache_spec import (
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,

@@ -16,15 +16,15 @@ from typing import Final
 
 from kvstrata.engine_adapter.connector.base import BlockHolder, SchedulerSide
 from kvstrata.engine_adapter.hashing import BlockHasher
+from kvstrata.engine_adapter.paged.cache.kv_cache_manager import KVCacheManager
 from kvstrata.engine_adapter.paged.config import EngineConfig
-from kvstrata.engine_adapter.paged.executor import Executor, make_executor
-from kvstrata.engine_adapter.paged.kv_cache_manager import KVCacheManager
 from kvstrata.engine_adapter.paged.outputs import RequestOutput
+from kvstrata.engine_adapter.paged.ranks.executor import Executor, make_executor
 from kvstrata.engine_adapter.paged.request import Request, SamplingParams
-from kvstrata.engine_adapter.paged.scheduler import Scheduler
+from kvstrata.engine_adapter.paged.scheduling.scheduler import Scheduler
+from kvstrata.engine_adapter.paged.scheduling.story import Event
 from kvstrata.engine_adapter.paged.stats import EngineStats
-from kvstrata.engine_adapter.paged.story import Event
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer, load_tokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer, load_tokenizer
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 
 #: While a lookup has no answer the step is tried again this often: its deadline makes no descriptor readable.

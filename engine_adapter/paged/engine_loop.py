@@ -15,7 +15,7 @@ from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.outputs import RequestOutput
 from kvstrata.engine_adapter.paged.request import Request, SamplingParams
 from kvstrata.engine_adapter.paged.stats import EngineStats
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer
 from kvstrata.proto.errors import Busy, Closed, KVError, Unavailable
 from kvstrata.proto.logs import get_logger
 

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from kvstrata.engine_adapter.paged.outputs import RequestOutput, TokenLogprobs
-from kvstrata.engine_adapter.paged.tokenizer import Detokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Detokenizer
 from kvstrata.engine_adapter.serve.stops import StopMatcher
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")

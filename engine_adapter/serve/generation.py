@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from kvstrata.engine_adapter.paged.request import SamplingParams
-from kvstrata.engine_adapter.paged.tokenizer import Detokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Detokenizer
 from kvstrata.engine_adapter.serve.choice import Choice, Delta
 from kvstrata.engine_adapter.serve.engine_client import EngineClient, engine_problem
 from kvstrata.engine_adapter.serve.errors import ApiError, from_engine, invalid

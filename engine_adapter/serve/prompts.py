@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvstrata.engine_adapter.paged.chat import render_chat
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
+from kvstrata.engine_adapter.paged.text.chat import render_chat
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer
 from kvstrata.engine_adapter.serve.errors import invalid
 from kvstrata.engine_adapter.serve.requests import ChatMessage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer
 from kvstrata.engine_adapter.serve.errors import ApiError
 
 

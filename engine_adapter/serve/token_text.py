@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.engine_adapter.paged.tokenizer import Tokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import Tokenizer
 from kvstrata.engine_adapter.serve.choice import ChosenToken
 from kvstrata.engine_adapter.serve.responses import ChatLogprob, CompletionLogprobs, TopLogprob
 

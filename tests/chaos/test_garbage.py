@@ -6,16 +6,11 @@ import contextlib
 import random
 import socket
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from real_pool import RealPool, keys, payload, until
 
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
@@ -23,6 +18,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.identity import Identity
+from tests.e2e.real_pool import RealPool, keys, payload, until
 
 ROUNDS = 40
 CONNECT_S = 10.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from real_pool import RealPool, keys, payload, until
-
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
+from tests.e2e.real_pool import RealPool, keys, payload, until
 
 #: Longer than the ten seconds after which a silent node is offline.
 STOPPED_S = 12.0

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_pool import FakeChoice, FakeMaster, FakeNode
-
 from kvstrata.client import Client
+from tests.client.fake_pool import FakeChoice, FakeMaster, FakeNode
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_pool import FakeMaster, FakeNode, packed
 
 from kvstrata.client import Client
 from kvstrata.client.aio import AsyncClient
 from kvstrata.proto.errors import Closed, InvalidArgument
+from tests.client.fake_pool import FakeMaster, FakeNode, packed
 
 SIZE = 64
 

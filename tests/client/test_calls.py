@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_pool import FakeMaster, FakeNode, packed, split
 
 from kvstrata.client import NO_TIER, BlockStatus, Client, PoolNamespace
 from kvstrata.proto.errors import (
@@ -20,6 +19,7 @@ from kvstrata.proto.errors import (
     QuotaExceeded,
     Unavailable,
 )
+from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
 
 SIZE = 64
 S = BlockStatus

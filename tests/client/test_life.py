@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_pool import FakeMaster, FakeNode, packed
 
 from kvstrata.client import Client, PoolNamespace, TransferState
 from kvstrata.client.peers import Peers
 from kvstrata.client.transfers import Transfers
 from kvstrata.proto.errors import Closed, KVError, Unavailable
 from kvstrata.transfer.base import Endpoint
+from tests.client.fake_pool import FakeMaster, FakeNode, packed
 
 SIZE = 64
 

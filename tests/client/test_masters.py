@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_pool import FakeMaster, FakeNode, packed
 
 from kvstrata.client import Client, PoolNamespace
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import FingerprintMismatch, ForbiddenSalt, InvalidArgument
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.server import ChannelServer
+from tests.client.fake_pool import FakeMaster, FakeNode, packed
 
 SIZE = 64
 #: Generous: a silent peer costs 250 ms, this machine is shared.
@@ -193,14 +193,14 @@ def test_a_node_is_no_master(connect: Callable[..., Client]) -> None:
 STOPPABLE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from fake_pool import FakeMaster, FakeNode
+from tests.client.fake_pool import FakeMaster, FakeNode
 print(FakeMaster({"a": FakeNode("a")}).address, flush=True)
 time.sleep(60)
 """
 
 
 def test_a_stopped_master_costs_one_silence(connect: Callable[..., Client], nodes: dict[str, FakeNode]) -> None:
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STOPPABLE), here], stdout=subprocess.PIPE, text=True
     )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from real_pool import RealPool, keys, payload, until
-
 from kvstrata.client import BlockStatus, Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import FingerprintMismatch, Refused
+from tests.e2e.real_pool import RealPool, keys, payload, until
 
 SIZE = 64 << 10
 

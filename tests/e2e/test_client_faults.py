@@ -12,11 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from real_pool import Daemon, RealPool, keys, payload, until
-
 from kvstrata.client import Client
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
 
 SIZE = 512
 #: A stopped node costs 250 ms; the rest is for a shared machine.

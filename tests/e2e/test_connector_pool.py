@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,6 @@ import numpy.typing as npt
 import pytest
 import zmq
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from real_pool import RealPool, keys, payload, until
-
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, Job, JobKind, JobOutcome, PoolState
@@ -25,6 +20,7 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide, make_worker_side
+from tests.e2e.real_pool import RealPool, keys, payload, until
 
 WIDTH = 32
 FULL = GroupLayout(fingerprint="model/full", block_tokens=16, layers=4)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from real_pool import RealPool, keys, payload, until
 
 from kvstrata.client import Client
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer import shm
 from kvstrata.transfer.faults import Faults
+from tests.e2e.real_pool import RealPool, keys, payload, until
 
 BLOCK_BYTES = 4096
 COUNT = 200

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.engine_adapter.connector.fingerprint import make_layout
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.hashing import BlockHasher
-from kvstrata.engine_adapter.paged.kv_cache_spec import (
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import (
     ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -167,8 +167,8 @@ def test_what_cannot_be_named_is_refused(build: object, text: str) -> None:
 PROBE = """
 from kvstrata.engine_adapter.connector.fingerprint import make_layout
 from kvstrata.engine_adapter.hashing import BlockHasher
-from kvstrata.engine_adapter.paged.kv_cache_spec import *
-from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheGroup
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import *
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import KVCacheGroup
 groups = (
     KVCacheGroup((0, 2), FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32)),
     KVCacheGroup((1, 3), SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, sliding_window=64)),

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scripted_client import FULL, WIDTH, WINDOW, job, layout, names
 
 from kvstrata.engine_adapter.connector.base import GroupBlocks, JobKind
 from kvstrata.engine_adapter.connector.chunks import chunks_of
 from kvstrata.engine_adapter.connector.job_queue import JobQueue, continues
 from kvstrata.engine_adapter.connector.outbox import OpenJob
+from tests.engine_adapter.connector.scripted_client import FULL, WIDTH, WINDOW, job, layout, names
 
 BLOCKS_MAX, JOBS_MAX = 12, 5
 

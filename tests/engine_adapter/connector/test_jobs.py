@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scheduler_fakes import Clock, CountingHolder
-
 from kvstrata.engine_adapter.connector.base import GroupBlocks, Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.jobs import STORY_MAX, JobLedger
+from tests.engine_adapter.connector.scheduler_fakes import Clock, CountingHolder
 
 
 def blocks(*ids: int, group: int = 0) -> GroupBlocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +11,6 @@ import numpy as np
 import pytest
 import zmq
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scripted_client import FULL, STATE, WAIT_S, WIDTH, WINDOW, Gate, layout, names
-
 from kvstrata.client.results import Lookup, prefix
 from kvstrata.engine_adapter.connector import lookup_server
 from kvstrata.engine_adapter.connector.layout import PoolLayout
@@ -24,6 +19,7 @@ from kvstrata.engine_adapter.connector.lookup_server import LookupServer, decode
 from kvstrata.engine_adapter.connector.presence import answer_lookup
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import split_hashes
+from tests.engine_adapter.connector.scripted_client import FULL, STATE, WAIT_S, WIDTH, WINDOW, Gate, layout, names
 
 Answer = Callable[[LookupAsk], LookupAnswer]
 

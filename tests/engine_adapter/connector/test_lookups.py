@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scheduler_fakes import Clock
-
 from kvstrata.engine_adapter.connector import lookups as lookups_module
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.engine_adapter.connector.lookups import RETRY_S, LookupClient, LookupEnd, LookupReason
+from tests.engine_adapter.connector.scheduler_fakes import Clock
 
 DEADLINE_S = 60  # on the injected clock
 WAIT_MS = 10_000  # how long a test waits for what must come; it never waits for time to pass

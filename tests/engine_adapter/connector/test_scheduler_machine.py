@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scheduler_fakes import Clock, CountingHolder, FakeLookups, FakeRequest, full_layout, window_layout
 
 from kvstrata.engine_adapter.connector.base import (
     ConnectorMeta,
@@ -27,6 +21,14 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.hits import LoadRows
 from kvstrata.engine_adapter.connector.lookups import LookupReason
 from kvstrata.engine_adapter.connector.scheduler_side import PoolSchedulerSide
+from tests.engine_adapter.connector.scheduler_fakes import (
+    Clock,
+    CountingHolder,
+    FakeLookups,
+    FakeRequest,
+    full_layout,
+    window_layout,
+)
 
 NAMES = ("a", "b", "c")
 NUM_BLOCKS = 100_000

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scheduler_fakes import Clock, CountingHolder, FakeLookups, FakeRequest, full_layout, window_layout
 
 from kvstrata.engine_adapter.connector.base import (
     ConnectorMeta,
@@ -29,6 +24,14 @@ from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.lookups import LookupReason
 from kvstrata.engine_adapter.connector.offers import STORE_TRIES_MAX
 from kvstrata.engine_adapter.connector.scheduler_side import PoolSchedulerSide, make_scheduler_side
+from tests.engine_adapter.connector.scheduler_fakes import (
+    Clock,
+    CountingHolder,
+    FakeLookups,
+    FakeRequest,
+    full_layout,
+    window_layout,
+)
 
 
 @dataclass

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scripted_client import FULL, STATE, WIDTH, WINDOW, Engine, ScriptedClient, job, layout, load, names, store
 
 from kvstrata.engine_adapter.connector import worker_side, workers
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, Job, JobKind, PoolState
@@ -21,6 +15,19 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.proto.errors import FingerprintMismatch, ForbiddenSalt, InvalidArgument, Unavailable, VersionMismatch
 from kvstrata.proto.status import BlockStatus
+from tests.engine_adapter.connector.scripted_client import (
+    FULL,
+    STATE,
+    WIDTH,
+    WINDOW,
+    Engine,
+    ScriptedClient,
+    job,
+    layout,
+    load,
+    names,
+    store,
+)
 
 Start = Callable[..., Engine]
 

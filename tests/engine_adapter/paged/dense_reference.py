@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.engine_adapter.paged.model_config import LlamaConfig
-from kvstrata.engine_adapter.paged.weights import LlamaWeights
+from kvstrata.engine_adapter.paged.model.llama_config import LlamaConfig
+from kvstrata.engine_adapter.paged.model.weights import LlamaWeights
 
 F64 = npt.NDArray[np.float64]
 

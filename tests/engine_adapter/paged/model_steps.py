@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.engine_adapter.paged.collective_base import NoCollective
-from kvstrata.engine_adapter.paged.model import Llama
-from kvstrata.engine_adapter.paged.rows import Batch, GroupBatch
-from kvstrata.engine_adapter.paged.weights import load_config, load_weights
+from kvstrata.engine_adapter.paged.model.collective_base import NoCollective
+from kvstrata.engine_adapter.paged.model.llama import Llama
+from kvstrata.engine_adapter.paged.model.rows import Batch, GroupBatch
+from kvstrata.engine_adapter.paged.model.weights import load_config, load_weights
 
 
 def make_model(size: str, *, seed: int = 0) -> Llama:

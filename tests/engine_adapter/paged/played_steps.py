@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvstrata.engine_adapter.paged.kv_cache_spec import KVCacheConfig
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import KVCacheConfig
 from kvstrata.engine_adapter.paged.outputs import CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvstrata.engine_adapter.paged.request import SamplingParams
 

@@ -29,18 +29,18 @@ from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.lookups import LookupEnd, LookupReason
 from kvstrata.engine_adapter.connector.scheduler_side import PoolSchedulerSide
 from kvstrata.engine_adapter.hashing import BlockHasher
-from kvstrata.engine_adapter.paged.config import StepConfig
-from kvstrata.engine_adapter.paged.kv_cache_manager import KVCacheManager
-from kvstrata.engine_adapter.paged.kv_cache_spec import (
+from kvstrata.engine_adapter.paged.cache.kv_cache_manager import KVCacheManager
+from kvstrata.engine_adapter.paged.cache.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from kvstrata.engine_adapter.paged.config import StepConfig
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvstrata.engine_adapter.paged.request import Request, SamplingParams
-from kvstrata.engine_adapter.paged.scheduler import Scheduler
+from kvstrata.engine_adapter.paged.scheduling.scheduler import Scheduler
 
 BLOCK = 4
 VOCAB = 50

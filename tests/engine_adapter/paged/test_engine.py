@@ -13,10 +13,9 @@ from kvstrata.engine_adapter.paged import engine as engine_module
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig, StepConfig
 from kvstrata.engine_adapter.paged.engine import LOOKUP_POLL_S, TRANSFER_POLL_S, Engine
 from kvstrata.engine_adapter.paged.request import SamplingParams
-from kvstrata.engine_adapter.paged.tokenizer import ByteTokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer
 from kvstrata.proto.errors import InvalidArgument, Unavailable
-
-from .simulated import VOCAB, Pool, ScriptedConnector, SimulatedRanks, expected, kv_config
+from tests.engine_adapter.paged.simulated import VOCAB, Pool, ScriptedConnector, SimulatedRanks, expected, kv_config
 
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 STEP = StepConfig(max_num_batched_tokens=16, max_num_seqs=4)

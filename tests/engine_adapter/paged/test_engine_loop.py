@@ -15,10 +15,9 @@ from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.engine_loop import EngineLoop
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvstrata.engine_adapter.paged.request import SamplingParams
-from kvstrata.engine_adapter.paged.tokenizer import ByteTokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer
 from kvstrata.proto.errors import Busy, Closed, InvalidArgument, Unavailable
-
-from .simulated import Pool, SimulatedRanks, expected, kv_config
+from tests.engine_adapter.paged.simulated import Pool, SimulatedRanks, expected, kv_config
 
 PATIENCE_S = 30.0
 STEP = StepConfig(max_num_batched_tokens=16, max_num_seqs=4, max_waiting=3)

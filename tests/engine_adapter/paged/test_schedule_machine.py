@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.engine_adapter.paged.config import StepConfig
 from kvstrata.proto.errors import Busy, InvalidArgument
-
-from .simulated import BLOCK, FULL, SLIDING, Life, World, expected, kv_config
+from tests.engine_adapter.paged.simulated import BLOCK, FULL, SLIDING, Life, World, expected, kv_config
 
 MAX_MODEL_LEN = 28
 #: Prompts are these, cut: many share a beginning, some differ early.

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from kvstrata.engine_adapter.paged.outputs import RequestOutput, TokenLogprobs
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.engine_adapter.paged.stats import EngineStats
-from kvstrata.engine_adapter.paged.tokenizer import ByteTokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer
 from kvstrata.engine_adapter.serve.app import AppOptions, serve_app
 from kvstrata.engine_adapter.serve.metrics import ServeMetrics
 from kvstrata.engine_adapter.serve.served_model import ServedModel

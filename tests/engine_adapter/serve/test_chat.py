@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.engine_adapter.paged.chat import render_chat
+from kvstrata.engine_adapter.paged.text.chat import render_chat
 
 Events = Callable[[httpx.Response], list[dict[str, Any]]]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.engine_adapter.paged.outputs import RequestOutput
-from kvstrata.engine_adapter.paged.tokenizer import ByteTokenizer, Detokenizer
+from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer, Detokenizer
 from kvstrata.engine_adapter.serve.choice import Choice
 
 EOS = ByteTokenizer.EOS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstrata.engine_adapter.paged.chat import render_chat
 from kvstrata.engine_adapter.paged.stats import EngineStats
+from kvstrata.engine_adapter.paged.text.chat import render_chat
 
 
 def samples(bench: Any) -> dict[str, float]:

@@ -1,0 +1,105 @@
+"""A Llama-architecture decoder over paged KV, whose bits depend on a token, its position and its prefix alone.
+
+Not on the batch it was computed in, how the prompt was cut in chunks, whether it was preempted, or whether its
+prefix was computed here or loaded: so a pool that returns what was stored changes no token. It holds for one
+numpy, one BLAS and kind of CPU, and one number of ranks (all of it is in :func:`weights.numerics` or the config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstrata.engine_adapter.paged.model.attention import KV, PagedAttention, write_kv
+from kvstrata.engine_adapter.paged.model.attention_plan import AttentionPlan, plan_attention
+from kvstrata.engine_adapter.paged.model.collective_base import Collective
+from kvstrata.engine_adapter.paged.model.layers import rms_norm, swiglu
+from kvstrata.engine_adapter.paged.model.llama_config import LlamaConfig
+from kvstrata.engine_adapter.paged.model.rope import Rope
+from kvstrata.engine_adapter.paged.model.rows import F32, I64, Batch, RowLayout, multiply
+from kvstrata.engine_adapter.paged.model.weights import LayerWeights, LlamaWeights
+
+
+class Llama:
+    """One rank's part of a model. Not thread-safe."""
+
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, *, collective: Collective) -> None:
+        config.check_tensor_parallel(collective.size)
+        self.config, self.weights = config, weights
+        self._collective = collective
+        self._heads = config.num_attention_heads // collective.size
+        self._kv_heads = config.num_key_value_heads // collective.size
+        self._rope = Rope(config)
+        self._attention = PagedAttention(self._heads, self._kv_heads, config.head_dim)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def forward(self, batch: Batch, kv: Sequence[KV]) -> F32:
+        """Compute a step: write its K and V into ``kv``, return the logits [m, vocab] of ``batch.logits_rows``.
+
+        ``kv``: one tensor a layer, ``[2, num_blocks, block_size, num_kv_heads, head_size]``, C-contiguous.
+        """
+        batch.check()
+        self._check(batch, kv)
+        layout = RowLayout(batch.positions)
+        plans = self._plans(batch, kv)
+        hidden = layout.scatter(self.weights.embed[batch.token_ids])
+        for layer, weights in enumerate(self.weights.layers):
+            plan = plans[batch.layer_group[layer]]
+            slots = batch.groups[batch.layer_group[layer]].slot_mapping
+            qkv = self._project(hidden, weights, layout, batch.positions)
+            queries = self._write(qkv, kv[layer], slots)
+            attended = layout.scatter(self._attention(queries, kv[layer], plan))
+            hidden += self._collective.all_reduce(multiply(attended, weights.o))
+            normed = rms_norm(hidden, weights.post_norm, self.config.rms_norm_eps)
+            mlp = multiply(swiglu(normed, weights.gate_up), weights.down)
+            hidden += self._collective.all_reduce(mlp)
+        return self._logits(batch, layout, hidden)
+
+    def _project(self, hidden: F32, weights: LayerWeights, layout: RowLayout, positions: I64) -> F32:
+        """Queries, keys and values of each token, rotated: [n, heads + 2 * kv_heads, head_dim]."""
+        qkv = multiply(rms_norm(hidden, weights.input_norm, self.config.rms_norm_eps), weights.qkv)
+        if weights.qkv_bias is not None:
+            qkv += weights.qkv_bias
+        heads = layout.gather(qkv).reshape(len(positions), -1, self.config.head_dim)
+        self._rope.rotate(heads[:, : self._heads + self._kv_heads], positions)
+        return heads
+
+    def _write(self, heads: F32, kv: KV, slots: I64) -> F32:
+        """Put keys and values into the cache; return the queries, [n, heads * head_dim]."""
+        queries, keys, values = np.split(heads, (self._heads, self._heads + self._kv_heads), axis=1)
+        write_kv(kv, slots, keys, values)
+        return queries.reshape(len(heads), -1)
+
+    def _logits(self, batch: Batch, layout: RowLayout, hidden: F32) -> F32:
+        wanted = RowLayout(batch.positions[batch.logits_rows])
+        rows = hidden.reshape(-1, hidden.shape[-1])[layout.rows[batch.logits_rows]]
+        normed = rms_norm(wanted.scatter(rows), self.weights.norm, self.config.rms_norm_eps)
+        return wanted.gather(multiply(normed, self.weights.lm_head))
+
+    def _plans(self, batch: Batch, kv: Sequence[KV]) -> list[AttentionPlan]:
+        """One a group: its layers are alike."""
+        plans = []
+        for group in range(len(batch.groups)):
+            layers = [layer for layer, its in enumerate(batch.layer_group) if its == group]
+            kinds = {(kv[layer].shape[2], self.config.sliding_window(layer)) for layer in layers}
+            assert len(kinds) == 1, f"group {group}: layers with (block size, window) {sorted(kinds)}: expected one"
+            plans.append(plan_attention(batch, group, *kinds.pop()))
+        return plans
+
+    def _check(self, batch: Batch, kv: Sequence[KV]) -> None:
+        layers = self.config.num_hidden_layers
+        assert len(kv) == len(batch.layer_group) == layers, f"{len(kv)} KV tensors for {layers} layers"
+        for layer, tensor in enumerate(kv):
+            expected = (2, *tensor.shape[1:3], self._kv_heads, self.config.head_dim)
+            assert tensor.shape == expected, f"KV of layer {layer} is {tensor.shape}: expected {expected}"
+            assert tensor.flags.c_contiguous, f"KV of layer {layer} is not contiguous"
+        longest = max(batch.context_ends, default=0)
+        limit = self.config.max_position_embeddings
+        assert longest <= limit, f"position {longest - 1}: the model ends at {limit - 1}"
+        if len(batch.token_ids):
+            low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+            assert 0 <= low <= high < self.config.vocab_size, f"token ids {low} to {high}: vocab {self.vocab_size}"

@@ -1,0 +1,1 @@
+"""What runs where the KV memory is: workers, the steps they compute, and ranks as processes."""

@@ -1,0 +1,1 @@
+"""What each step computes, who waits, and who gives way."""
