@@ -105,7 +105,11 @@ def _config(
             memory_bytes=options.kv_bytes,
             enable_prefix_caching=name != "none",
         ),
-        pool=PoolConfig(masters=masters, transport=_transport(options, number)),
+        pool=PoolConfig(
+            masters=masters,
+            transport=_transport(options, number),
+            load_policy="always" if options.faults else "auto",  # faults are to be seen
+        ),
         name=f"replay-{number}",
     )
 
