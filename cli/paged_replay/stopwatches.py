@@ -68,6 +68,9 @@ class TimedConnector:
     def fileno_or_none(self) -> int | None:
         return self._inner.fileno_or_none()
 
+    def problems(self) -> list[str]:
+        return self._inner.problems()
+
     def stats(self) -> dict[str, float]:
         return self._inner.stats()
 

@@ -94,6 +94,7 @@ class ConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     outcomes: list[JobOutcome] = []
     pool: PoolState = PoolState.READY
+    problems: list[str] = []  #: of the worker side itself: threads that died, raise or stand still
 
 
 class ConnectorRequest(Protocol):
@@ -183,6 +184,10 @@ class SchedulerSide(Protocol):
 
     def fileno_or_none(self) -> int | None:
         """A descriptor that becomes readable when a lookup was answered, for an idle engine to wait on."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What the ranks last said is wrong with their worker sides, for health. An absent pool is none."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -73,6 +73,7 @@ class PoolSchedulerSide:
         self._stores: dict[int, OpenStore] = {}
         self._unsent: list[Job] = []
         self._lives = 0
+        self._problems: list[str] = []
         self._usable = pools_prefixes(layout)
         # Stores may hold half of the cache at most: the engine has to go on while a pool is slow to take them.
         self._store_blocks_max = min(config.store_pending_blocks_max, (layout.num_blocks - 1) // 2)
@@ -176,6 +177,7 @@ class PoolSchedulerSide:
         assert len(outputs) in (0, self.ledger.ranks), f"{len(outputs)} outputs of {self.ledger.ranks} ranks"
         if outputs:
             self._pool_is(all(output.pool is PoolState.READY for output in outputs))
+            self._problems = [f"rank {rank}: {text}" for rank, output in enumerate(outputs) for text in output.problems]
         loads: list[LoadEnd] = []
         for rank, output in enumerate(outputs):
             for outcome in output.outcomes:
@@ -273,6 +275,10 @@ class PoolSchedulerSide:
     def fileno_or_none(self) -> int | None:
         """The lookup client's descriptor: readable when an answer has arrived, not when a deadline passes."""
         return self._lookups.fileno()
+
+    def problems(self) -> list[str]:
+        """See :meth:`SchedulerSide.problems`."""
+        return self._problems
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges: see docs/engine.md."""

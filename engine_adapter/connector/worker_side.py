@@ -40,6 +40,8 @@ LOAD_THREADS: Final = 4
 STORE_THREADS: Final = 2
 #: What a call may take beyond its deadline (a silent peer), and a thread to end after it.
 CLOSE_GRACE_S: Final = 2.0
+#: How often the threads' health is looked at for :meth:`PoolWorkerSide.take_output`.
+PROBLEMS_PERIOD_S: Final = 1.0
 
 
 class PoolWorkerSide:
@@ -72,6 +74,8 @@ class PoolWorkerSide:
         self._loads = JobQueue(blocks_max=layout.num_blocks * len(layout.groups))
         self._stores = JobQueue(blocks_max=config.store_pending_blocks_max)
         self._written: list[OpenJob] = []
+        self._problems: list[str] = []
+        self._look_again_at = 0.0
         self._closed = False
         self._closing = threading.Lock()
         self._lookups: LookupServer | None = None
@@ -107,7 +111,7 @@ class PoolWorkerSide:
 
     def take_output(self) -> ConnectorOutput:
         """Outcomes since the last call, each once, and how the pool is. Cheap."""
-        return ConnectorOutput(outcomes=self._outbox.take(), pool=self._pool.state)
+        return ConnectorOutput(outcomes=self._outbox.take(), pool=self._pool.state, problems=self._problems_lately())
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, from any thread, when there is an outcome to take."""
@@ -143,12 +147,8 @@ class PoolWorkerSide:
 
     def health(self) -> dict[str, object]:
         """``healthy`` is about this side's own threads; an absent pool is in ``pool``, and is no problem here."""
-        parts: list[Workers | LookupServer] = [self._load_workers, self._store_workers]
-        if self._lookups is not None:
-            parts.append(self._lookups)
-        problems = [problem for part in parts for problem in part.problems()]
-        if problem := self._pool.problem():
-            problems.append(problem)
+        parts = self._parts()
+        problems = self._find_problems()
         return {
             "healthy": not problems,
             "problems": problems,
@@ -157,6 +157,24 @@ class PoolWorkerSide:
             "thread_failures": sum(part.failures() for part in parts),
             "jobs_open": len(self._outbox.still_open()),
         }
+
+    def _parts(self) -> list[Workers | LookupServer]:
+        parts: list[Workers | LookupServer] = [self._load_workers, self._store_workers]
+        return parts if self._lookups is None else [*parts, self._lookups]
+
+    def _find_problems(self) -> list[str]:
+        problems = [problem for part in self._parts() for problem in part.problems()]
+        if problem := self._pool.problem():
+            problems.append(problem)
+        return problems
+
+    def _problems_lately(self) -> list[str]:
+        """Looked for once in a while: every step asks."""
+        now = time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + PROBLEMS_PERIOD_S
+            self._problems = self._find_problems()
+        return self._problems
 
     def check(self) -> None:
         """Assert every structural invariant."""

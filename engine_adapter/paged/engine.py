@@ -246,6 +246,10 @@ class Engine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
+    def problems(self) -> list[str]:
+        """What is wrong with the threads that load and store, as of the last step. The engine serves all the same."""
+        return self.connector.problems() if self.connector is not None else []
+
     def story(self, request_id: str) -> list[Event]:
         """(seconds on the clock, what happened to the request), oldest first; bounded."""
         return self.scheduler.story(request_id)

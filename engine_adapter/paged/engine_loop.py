@@ -25,6 +25,8 @@ log = get_logger(__name__)
 INBOX_MAX: Final = 4096
 #: A turn without work lasts so long at most.
 IDLE_S: Final = 0.5
+#: An idle engine takes a step so often all the same, to hear how its ranks and the pool are.
+LISTEN_S: Final = 1.0
 #: A step that takes longer than this counts as stuck.
 STUCK_S: Final = 120.0
 #: How long a caller of ``reset_prefix_cache`` waits for its turn.
@@ -74,7 +76,8 @@ class EngineLoop:
         self._drain_until: float = 0.0
         self._callbacks: dict[str, OnOutput] = {}
         self._stats = engine.stats()
-        self._beat = clock()
+        self._problems = engine.problems()
+        self._beat = self._stepped = clock()
         self._ids = itertools.count()
         self._prefix = uuid.uuid4().hex[:8]
         self._thread = threading.Thread(target=self._run, name="kvstrata-engine", daemon=True)
@@ -128,7 +131,8 @@ class EngineLoop:
         return self._stats
 
     def health(self) -> dict[str, object]:
-        """``healthy``, the ``problem`` if it is not, and ``age_s`` since the loop last came round."""
+        """``healthy``: it serves; the ``problem`` if not; ``age_s`` since the loop last came round. ``problems`` are
+        those of the connector's threads: the engine serves without the pool then."""
         age_s = self._clock() - self._beat
         problem = self._problem
         if not problem and self._state != "open":
@@ -141,6 +145,7 @@ class EngineLoop:
         return {
             "healthy": not problem,
             "problem": problem,
+            "problems": self._problems,
             "age_s": age_s,
             "running": stats.running,
             "waiting": stats.waiting,
@@ -189,9 +194,11 @@ class EngineLoop:
             self._obey(order)
         if self._state == "closing" and self._closed():
             return False
-        if self._engine.has_work:
+        now = self._clock()
+        if self._engine.has_work or now - self._stepped >= LISTEN_S:
+            self._stepped = now
             outputs = self._engine.step()
-            self._stats = self._engine.stats()
+            self._stats, self._problems = self._engine.stats(), self._engine.problems()
             for output in outputs:
                 self._deliver(output)
         self._engine.wait(self._patience_s())

@@ -462,7 +462,9 @@ def test_a_thread_that_stands_still_shows_in_health(start: Start, client: Script
     for part in (engine.side._load_workers, engine.side._store_workers):
         for loop in part._loops:
             loop.bound_s = -1.0
-    assert len(engine.side.health()["problems"]) == 6  # type: ignore[arg-type]
+    problems = engine.side.health()["problems"]
+    assert len(problems) == 6  # type: ignore[arg-type]
+    until(lambda: engine.side.take_output().problems == problems)
 
 
 def test_a_waker_that_raises_loses_no_outcome(start: Start, client: ScriptedClient) -> None:

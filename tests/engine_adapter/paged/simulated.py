@@ -301,6 +301,7 @@ class ScriptedConnector:
         self.accepted: set[int] = set()
         self.ends: list[LoadEnd] = []
         self.late: set[str] = set()  #: requests whose lookup is not answered yet
+        self.ailing: list[str] = []  #: what its ranks say is wrong with their threads
         self.closed = False
         self._holder = holder
         self._pool = pool
@@ -375,6 +376,9 @@ class ScriptedConnector:
 
     def fileno_or_none(self) -> int | None:
         return None
+
+    def problems(self) -> list[str]:
+        return self.ailing
 
     def stats(self) -> dict[str, float]:
         return {"loads": float(len(self.accepted))}

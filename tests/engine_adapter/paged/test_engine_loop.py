@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,13 +12,13 @@ import pytest
 
 from kvstrata.engine_adapter.paged import engine_loop
 from kvstrata.engine_adapter.paged.config import EngineConfig, StepConfig
-from kvstrata.engine_adapter.paged.engine import Engine
+from kvstrata.engine_adapter.paged.engine import Connect, Engine
 from kvstrata.engine_adapter.paged.engine_loop import EngineLoop
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer
 from kvstrata.proto.errors import Busy, Closed, InvalidArgument, Unavailable
-from tests.engine_adapter.paged.simulated import Pool, SimulatedRanks, expected, kv_config
+from tests.engine_adapter.paged.simulated import Pool, ScriptedConnector, SimulatedRanks, expected, kv_config
 
 PATIENCE_S = 30.0
 STEP = StepConfig(max_num_batched_tokens=16, max_num_seqs=4, max_waiting=3)
@@ -69,10 +70,10 @@ class Caller:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, connect: Connect | None = None) -> None:
         self.ranks = GatedRanks()
         self.now = 0.0
-        self.engine = Engine(EngineConfig(step=STEP), self.ranks, ByteTokenizer())
+        self.engine = Engine(EngineConfig(step=STEP), self.ranks, ByteTokenizer(), connect)
         self.loop = EngineLoop(self.engine, clock=lambda: self.now)
 
     def submit(self, length: int, sampling: SamplingParams = LONG, request_id: str | None = None) -> tuple[str, Caller]:
@@ -87,6 +88,13 @@ def rig() -> Iterator[Rig]:
     made.ranks.gate.set()
     made.loop.close()
     assert not made.loop._thread.is_alive() and made.ranks.closed
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
 
 
 def text(length: int) -> list[int]:
@@ -252,6 +260,7 @@ def test_close_lets_requests_end_within_its_deadline(rig: Rig) -> None:
     assert rig.loop.health() | {"age_s": 0} == {
         "healthy": False,
         "problem": "closed",
+        "problems": [],
         "age_s": 0,
         "running": 0,
         "waiting": 0,
@@ -271,3 +280,18 @@ def test_close_aborts_what_is_left_at_its_deadline(rig: Rig) -> None:
     closing.join(PATIENCE_S)
     assert [caller.end()[1].finish_reason for caller in callers] == ["abort", "abort"]
     rig.loop.close()
+
+
+def test_an_idle_engine_hears_of_its_connectors_threads() -> None:
+    """A thread that dies while nobody asks anything shows in health all the same."""
+    rig = Rig(lambda holder: ScriptedConnector(holder, Pool()))
+    try:
+        connector = rig.engine.connector
+        assert isinstance(connector, ScriptedConnector) and rig.loop.health()["problems"] == []
+        connector.ailing = ["rank 0: connector-load-1 has died"]
+        rig.now += 5.0
+        until(lambda: rig.loop.health()["problems"] == connector.ailing)
+        assert rig.loop.health()["healthy"], "it serves without the pool"
+    finally:
+        rig.ranks.gate.set()
+        rig.loop.close()
