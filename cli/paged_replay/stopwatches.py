@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvstrata.cli.paged_replay.spans import Spans
 from kvstrata.engine_adapter.connector.base import (
     BlockIds,
+    Computed,
     ConnectorMeta,
     ConnectorOutput,
     ConnectorRequest,
@@ -47,7 +48,7 @@ class TimedConnector:
             self._spans.load_started(request.request_id)
         return job_id
 
-    def build_meta(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> ConnectorMeta | None:
+    def build_meta(self, computed: Sequence[Computed]) -> ConnectorMeta | None:
         return self._inner.build_meta(computed)
 
     def update_output(self, outputs: Sequence[ConnectorOutput]) -> list[LoadEnd]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -114,6 +114,15 @@ class ConnectorRequest(Protocol):
     def block_hashes(self) -> Sequence[bytes]: ...
 
 
+class Computed(NamedTuple):
+    """A request of a step. ``tables()``: its whole block tables, made when asked for: most steps of most requests
+    fill no block. ``tokens``: how many are computed when the step has ended."""
+
+    request: ConnectorRequest
+    tables: Callable[[], BlockIds]
+    tokens: int
+
+
 class BlockHolder(Protocol):
     """The engine's block pool, as far as the scheduler side needs it: references on block ids."""
 
@@ -159,9 +168,8 @@ class SchedulerSide(Protocol):
         """
         ...
 
-    def build_meta(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> ConnectorMeta | None:
-        """Once a step, after scheduling. ``computed``: every scheduled request with its whole block tables and
-        the tokens that will be computed when the step ends: its full blocks up to there may be stored.
+    def build_meta(self, computed: Sequence[Computed]) -> ConnectorMeta | None:
+        """Once a step, after scheduling. ``computed``: every scheduled request; its full blocks may be stored.
         None when there is nothing to say."""
         ...
 

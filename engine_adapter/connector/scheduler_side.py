@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstrata.engine_adapter.connector.base import (
     BlockHolder,
     BlockIds,
+    Computed,
     ConnectorMeta,
     ConnectorOutput,
     ConnectorRequest,
@@ -132,14 +133,14 @@ class PoolSchedulerSide:
 
     # ---------------------------------------------------------------- the step
 
-    def build_meta(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> ConnectorMeta | None:
+    def build_meta(self, computed: Sequence[Computed]) -> ConnectorMeta | None:
         """The loads that were accepted since the last step, and the blocks that this step completes."""
         self._hits.poll()
         loads, self._unsent = self._unsent, []
         stores = list(self._store_jobs(computed)) if self.config.store and self._usable else []
         return ConnectorMeta(loads=loads, stores=stores) if loads or stores else None
 
-    def _store_jobs(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> Iterator[Job]:
+    def _store_jobs(self, computed: Sequence[Computed]) -> Iterator[Job]:
         for request, tables, tokens in computed:
             state = self._requests.get(request.request_id) or self._begin(request)
             self._planner.set_limits(state, request, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstrata.engine_adapter.connector.base import BlockIds, ConnectorRequest, GroupBlocks
 from kvstrata.engine_adapter.connector.hits import block_hash, group_blocks
@@ -33,16 +33,16 @@ class StorePlanner:
                 state.limit[index] = tokens // group.block_tokens
 
     def take(
-        self, state: TrackedRequest, block_hashes: Sequence[bytes], tables: BlockIds, room: int
+        self, state: TrackedRequest, block_hashes: Sequence[bytes], read_tables: Callable[[], BlockIds], room: int
     ) -> list[GroupBlocks]:
         """Runs of consecutive blocks to store, at most ``room`` blocks; the cursor moves past what was looked at.
 
         A group with holes gives several runs, in order. What did not fit is offered in a later step.
         """
         runs: list[GroupBlocks] = []
-        for group in range(len(self._layout.groups)):
-            if state.cursor[group] >= state.limit[group]:  # most steps of most requests fill no block
-                continue
+        behind = [group for group in range(len(self._layout.groups)) if state.cursor[group] < state.limit[group]]
+        tables = read_tables() if behind else ()
+        for group in behind:
             rows = self._wanted(state, group, block_hashes, tables[group], room)
             room -= len(rows)
             runs += [group_blocks(self._layout, group, block_hashes, run, tables[group]) for run in consecutive(rows)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvstrata.engine_adapter.connector.base import ConnectorMeta
+from functools import partial
+
+from kvstrata.engine_adapter.connector.base import Computed, ConnectorMeta
 from kvstrata.engine_adapter.paged.cache.kv_cache_manager import KVCacheManager
 from kvstrata.engine_adapter.paged.outputs import BlockIds, CachedRequest, NewRequest, SchedulerOutput
 from kvstrata.engine_adapter.paged.request import Request
@@ -39,10 +41,10 @@ class StepBatch:
         else:
             self._new.append(self._workers.introduce(request, self._kv.block_ids(request.request_id)))
 
-    def computed(self) -> list[tuple[Request, BlockIds, int]]:
-        """Every request with its whole tables and the tokens that are computed when the step ends."""
+    def computed(self) -> list[Computed]:
+        """Every request, for the connector."""
         return [
-            (request, self._kv.block_ids(request.request_id), request.num_computed_tokens + count)
+            Computed(request, partial(self._kv.block_ids, request.request_id), request.num_computed_tokens + count)
             for request, count in self.scheduled
         ]
 

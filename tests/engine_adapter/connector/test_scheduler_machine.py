@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.engine_adapter.connector.base import (
+    Computed,
     ConnectorMeta,
     ConnectorOutput,
     Job,
@@ -43,6 +44,9 @@ class Life:
     computed: int = 0
     tables: tuple[list[int], ...] = ()
     job_id: int | None = None
+
+    def read_tables(self) -> tuple[list[int], ...]:
+        return self.tables
 
 
 @dataclass
@@ -164,7 +168,7 @@ class Machine(RuleBasedStateMachine):
                 if life.computed == life.request.num_tokens and life.request.num_tokens < 70:
                     life.request.grow(1)
                 life.computed = min(life.computed + chunk, life.request.num_tokens)
-                computed.append((life.request, life.tables, life.computed))
+                computed.append(Computed(life.request, life.read_tables, life.computed))
         self._sent(self.side.build_meta(computed), {request.request_id: tokens for request, _, tokens in computed})
 
     def _sent(self, meta: ConnectorMeta | None, computed: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from kvstrata.engine_adapter.connector.base import (
+    Computed,
     ConnectorMeta,
     ConnectorOutput,
     Job,
@@ -66,7 +67,7 @@ class Engine:
         return meta.loads[0]
 
     def step(self, request: FakeRequest, computed: int, *tables: list[int]) -> ConnectorMeta | None:
-        meta = self.side.build_meta([(request, tables, computed)])
+        meta = self.side.build_meta([Computed(request, lambda: tables, computed)])
         self.side.check()
         return meta
 
@@ -385,7 +386,9 @@ class TestWhatIsOffered:
         one, two = FakeRequest("a", 20), FakeRequest("b", 20)
         at.match(one, have=0)
         at.match(two, have=0)
-        meta = at.side.build_meta([(one, (self.table,), 20), (two, ([6, 7, 8, 9, 10],), 20)])
+        meta = at.side.build_meta(
+            [Computed(one, lambda: (self.table,), 20), Computed(two, lambda: ([6, 7, 8, 9, 10],), 20)]
+        )
         assert rows(meta) == [(0, 0, self.table)]
         assert at.step(FakeRequest("c", 20, cache_salt="other"), 20, self.table) is not None
 

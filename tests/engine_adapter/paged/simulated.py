@@ -15,6 +15,7 @@ import xxhash
 from kvstrata.engine_adapter.connector.base import (
     BlockHolder,
     BlockIds,
+    Computed,
     ConnectorMeta,
     ConnectorOutput,
     ConnectorRequest,
@@ -341,14 +342,14 @@ class ScriptedConnector:
         self._unsent.append(job)
         return job.job_id
 
-    def build_meta(self, computed: Sequence[tuple[ConnectorRequest, BlockIds, int]]) -> ConnectorMeta | None:
+    def build_meta(self, computed: Sequence[Computed]) -> ConnectorMeta | None:
         loads, self._unsent = self._unsent, []
         stores = []
-        for request, block_ids, tokens in computed if self._store else ():
+        for request, tables, tokens in computed if self._store else ():
             assert tokens <= request.num_tokens
             life = self._lives[request.request_id]
             if tokens // BLOCK > life.stored:
-                stores.append(self._open(JobKind.STORE, request, block_ids, life.stored, tokens // BLOCK))
+                stores.append(self._open(JobKind.STORE, request, tables(), life.stored, tokens // BLOCK))
                 life.stored = tokens // BLOCK
         return ConnectorMeta(loads=loads, stores=stores) if loads or stores else None
 
