@@ -156,3 +156,45 @@ def test_preemption_changes_no_token(pool: RealPool, opened: Callable[[EngineCon
         assert engine.generate(prompts, growing, "preempted") == expected
         assert engine.stats().preemptions > 0
         counters_are_zero(engine)
+
+
+def test_two_ranks_share_what_two_ranks_stored(pool: RealPool, opened: Callable[[EngineConfig], Engine]) -> None:
+    """Each rank stores and loads its own shard; a load counts as far as both have it."""
+    prompts = conversations()[:4]
+
+    def ranks(**pool_options: object) -> Engine:
+        return opened(msgspec.structs.replace(config(**pool_options), tensor_parallel=2))
+
+    expected = serve(ranks(), prompts)
+    first = ranks(masters=pool.address)
+    assert serve(first, prompts, "two ranks") == expected
+    settle(first)
+    for transport in ("auto", "auto+faults:lose=0.5,seed=5"):
+        second = ranks(masters=pool.address, transport=transport)
+        assert serve(second, prompts, "two ranks") == expected
+        counters_are_zero(second)
+        seen = second.stats().connector
+        assert (seen["load_tokens"] < seen["load_tokens_asked"]) == ("lose" in transport)
+    one = opened(config(masters=pool.address))
+    serve(one, prompts, "two ranks")
+    assert one.stats().external_prefix_cache_hits == 0, "another number of ranks has other shards"
+
+
+def test_what_is_stored_late_is_what_was_computed(pool: RealPool, opened: Callable[[EngineConfig], Engine]) -> None:
+    """Stores are slow, and their requests end, are aborted or give way at once: others want their blocks. What the
+    pool gets is the old bytes or nothing."""
+    prompts, growing = conversations(seed=7), SamplingParams(max_tokens=2 * BLOCK + 1, ignore_eos=True)
+    expected = opened(config()).generate(prompts, growing)
+    longest = max(len(prompt) for prompt in prompts) + growing.max_tokens
+    few = 2 * -(-longest // BLOCK) + 8  # slow stores may hold half of it
+    slow = opened(config(num_blocks=few, longest=longest, masters=pool.address, transport="auto+faults:delay_ms=150"))
+    for number, prompt in enumerate(prompts):
+        slow.add_request(f"aborted-{number}", prompt, growing, cache_salt="late")
+        slow.step()
+        slow.abort(f"aborted-{number}")
+    assert slow.generate(prompts, growing, "late") == expected
+    counters_are_zero(slow)
+    assert slow.stats().connector["store_blocks_stored"] > 0
+    reader = opened(config(masters=pool.address, verify="always", store=False))
+    assert reader.generate(prompts, growing, "late") == expected
+    assert reader.stats().external_prefix_cache_hits > 0
