@@ -1,7 +1,8 @@
 """From text to turns: which tokens reach which engine, the same in every case and whatever the timing.
 
-Round-robin gives a session's successive turns to successive engines, starting one engine further in each
-session; sticky gives all of them to one. Neither depends on the order in which requests happen to end.
+Round-robin sends a session's successive turns round all engines, in an order of the session's own (two sessions in
+one order would meet at the same engine turn after turn, and the others stand idle); sticky gives all of them to one.
+Neither depends on the order in which requests happen to end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import numpy as np
 from kvstrata.cli.paged_replay.messages import TOKEN_DTYPE, Tokens
 from kvstrata.cli.paged_replay.options import PagedOptions
 from kvstrata.cli.paged_replay.text_trace import TextTrace
-from kvstrata.cli.replay.options import Routing
 from kvstrata.cli.replay.traces import TraceError
 
 Encode = Callable[[str], list[int]]
@@ -61,6 +61,7 @@ def build_plan(trace: TextTrace, options: PagedOptions, encode: Encode) -> Plan:
     index = skipped = 0
     for text_session in trace.sessions:
         number = len(sessions)
+        order = _order(options, number)
         turns: list[Turn] = []
         for request in text_session.requests:
             tokens = np.array(encode(request.prompt), dtype=TOKEN_DTYPE)
@@ -71,7 +72,7 @@ def build_plan(trace: TextTrace, options: PagedOptions, encode: Encode) -> Plan:
                 Turn(
                     index=index,
                     session=number,
-                    engine=_engine(options.routing, number, len(turns), options.engines),
+                    engine=order[len(turns) % len(order)],
                     tokens=tokens,
                     output_tokens=max(1, min(options.output_tokens, len(encode(request.output)))),
                     think_s=min(request.think_s, options.think_cap_s) if turns else 0.0,
@@ -87,5 +88,9 @@ def build_plan(trace: TextTrace, options: PagedOptions, encode: Encode) -> Plan:
     return Plan(trace.name, tuple(sessions), skipped)
 
 
-def _engine(routing: Routing, session: int, turn: int, engines: int) -> int:
-    return session % engines if routing == "sticky" else (session + turn) % engines
+def _order(options: PagedOptions, session: int) -> list[int]:
+    """The engines that the session goes round."""
+    if options.routing == "sticky":
+        return [session % options.engines]
+    order: list[int] = np.random.default_rng((options.seed, session)).permutation(options.engines).tolist()
+    return order

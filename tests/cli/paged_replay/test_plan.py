@@ -33,10 +33,20 @@ def test_turns_have_the_prompts_tokens_and_bounded_outputs() -> None:
     assert (plan.skipped, plan.prompt_tokens, plan.max_model_len) == (2, 12, 7)
 
 
-@pytest.mark.parametrize(("routing", "engines"), [("round-robin", [0, 1, 1, 2]), ("sticky", [0, 0, 1, 1])])
-def test_routing_depends_on_session_and_turn_alone(routing: str, engines: list[int]) -> None:
-    plan = build_plan(TRACE, dataclasses.replace(OPTIONS, routing=routing), encode)  # type: ignore[arg-type]
-    assert [turn.engine for turn in plan.turns] == engines
+def test_sticky_keeps_a_session_on_one_engine() -> None:
+    plan = build_plan(TRACE, dataclasses.replace(OPTIONS, routing="sticky"), encode)
+    assert [turn.engine for turn in plan.turns] == [0, 0, 1, 1]
+
+
+def test_round_robin_goes_round_all_engines_in_an_order_of_each_sessions_own() -> None:
+    sessions = tuple(TextSession(str(i), "a", (TextRequest("a", "b"),) * 8) for i in range(12))
+    options = dataclasses.replace(OPTIONS, routing="round-robin", engines=4)
+    plan = build_plan(TextTrace("many", sessions), options, encode)
+    orders = [[turn.engine for turn in session] for session in plan.sessions]
+    for order in orders:
+        assert sorted(order[:4]) == [0, 1, 2, 3] and order[4:] == order[:4]
+    assert len({tuple(order) for order in orders}) > 3, "sessions that go the same way would meet at every turn"
+    assert build_plan(TextTrace("many", sessions), options, encode).turns[5].engine == plan.turns[5].engine
 
 
 def test_nothing_left_to_send_is_an_error() -> None:
