@@ -72,7 +72,7 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option(help="Keep blocks of finished requests for later ones.", rich_help_panel=_CACHE)
     ] = True,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.", rich_help_panel=_STEP)] = 1024,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.", rich_help_panel=_STEP)] = 256,
     max_num_seqs: Annotated[int, typer.Option(help="Requests a step.", rich_help_panel=_STEP)] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests queued; more are refused.", rich_help_panel=_STEP)] = 4096,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks, a process each.", rich_help_panel=_STEP)] = 1,
