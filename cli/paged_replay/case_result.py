@@ -91,12 +91,17 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Private caches against the pool, by mean and by median (p50 of each, divided)."""
+    """Private caches against the pool: means divided, medians divided, and the median of what each request won.
+
+    A median divided by a median compares different requests; ``each_...`` compares each request with itself.
+    """
 
     computed_mean: float
     computed_p50: float
     ttft_mean: float
     ttft_p50: float
+    computed_each: float
+    ttft_each: float
 
     @classmethod
     def of(cls, private: CaseResult, pool: CaseResult) -> Gain:
@@ -105,6 +110,8 @@ class Gain:
             computed_p50=_ratio(private.computed_tokens, pool.computed_tokens, np.median),
             ttft_mean=_ratio(private.ttft_s, pool.ttft_s, np.mean),
             ttft_p50=_ratio(private.ttft_s, pool.ttft_s, np.median),
+            computed_each=_each(private.computed_tokens, pool.computed_tokens),
+            ttft_each=_each(private.ttft_s, pool.ttft_s),
         )
 
     @property
@@ -116,8 +123,19 @@ class Gain:
     def reached_p50(self) -> float:
         return self.ttft_p50 / self.computed_p50 if self.computed_p50 else 0.0
 
+    @property
+    def reached_each(self) -> float:
+        return self.ttft_each / self.computed_each if self.computed_each else 0.0
+
 
 def _ratio(above: npt.NDArray[np.generic], below: npt.NDArray[np.generic], of: Callable[..., np.floating]) -> float:
     if not len(above) or not len(below) or not float(of(below)):
         return 0.0
     return float(of(above)) / float(of(below))
+
+
+def _each(above: npt.NDArray[np.generic], below: npt.NDArray[np.generic]) -> float:
+    """Median of the ratios, request by request; 0 when requests are missing on one side."""
+    if len(above) != len(below) or not len(below):
+        return 0.0
+    return float(np.median(above.astype(np.float64) / below.astype(np.float64)))

@@ -42,7 +42,12 @@ def json_report(result: PagedResult) -> dict[str, object]:
         "private_ceiling_hit_rate": result.private_ceiling_rate,
         "gain": None
         if gain is None
-        else {**asdict(gain), "reached_mean": gain.reached_mean, "reached_p50": gain.reached_p50},
+        else {
+            **asdict(gain),
+            "reached_mean": gain.reached_mean,
+            "reached_p50": gain.reached_p50,
+            "reached_each": gain.reached_each,
+        },
         "differences": result.differences(),
         "problems": result.problems(),
         "exit_code": result.exit_code,

@@ -102,6 +102,8 @@ def _gains(gain: Gain) -> list[str]:
         f"({_percent(gain.reached_mean)} of it)",
         f"private against pool, p50: {gain.computed_p50:.2f}x tokens computed, {gain.ttft_p50:.2f}x TTFT "
         f"({_percent(gain.reached_p50)} of it)",
+        f"private against pool, request by request, p50: {gain.computed_each:.2f}x tokens computed, "
+        f"{gain.ttft_each:.2f}x TTFT ({_percent(gain.reached_each)} of it)",
     ]
 
 

@@ -73,6 +73,7 @@ def test_rates_gains_and_the_ceiling(plan: Plan, private: CaseRun, pool: CaseRun
     assert gain.computed_p50 == pytest.approx(40 / 26)
     assert gain.ttft_mean == pytest.approx(20 / 8)
     assert gain.ttft_p50 == pytest.approx(4 / 1.5)
+    assert gain.ttft_each == pytest.approx(4.0), "of 1, 4, 4 and 4 times"
     assert gain.reached_mean == pytest.approx((20 / 8) / (188 / 108))
     assert (result.problems(), result.exit_code) == ([], 0)
 
