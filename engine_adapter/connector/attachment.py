@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.engine_adapter.connector.chunks import Chunk
-from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.proto.errors import InvalidArgument, KVError
 from kvstrata.proto.logs import get_logger
@@ -19,18 +19,26 @@ log = get_logger(__name__)
 
 
 class Attachment:
-    """``memory`` u8[layout.memory_bytes], zeroed, is the engine's to use, with or without a client.
+    """``memory`` u8[layout.memory_bytes], zeroed, is the engine's to use, with or without a client; ``engine_memory``
+    stands in for it where the engine has memory of its own.
 
     ``connect`` makes the client. Its :class:`InvalidArgument` is a mistake in the configuration and is raised;
     after any other error :meth:`complete` tries again. Only one thread may complete it at a time.
     """
 
-    def __init__(self, layout: PoolLayout, rank: int, connect: Callable[[], PoolClient]) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        rank: int,
+        connect: Callable[[], PoolClient],
+        engine_memory: EngineMemory | None = None,
+    ) -> None:
         if not 0 <= rank < layout.shard_count:
             raise InvalidArgument(f"rank {rank}: the layout has {layout.shard_count} shards, one a rank")
         self._layout = layout
         self._rank = rank
         self._connect = connect
+        self._engine_memory = engine_memory
         self._region: Region | None = None
         self._namespaces: dict[int, PoolNamespace] = {}
         self._views: dict[int, BlockView] = {}
@@ -42,9 +50,12 @@ class Attachment:
             raise
         except KVError as error:
             log.warning("pool absent: serving without it", reason=f"{type(error).__name__}: {error}", rank=rank)
-            self.memory = np.zeros(layout.memory_bytes, np.uint8)
+            self.memory = engine_memory.bytes if engine_memory else np.zeros(layout.memory_bytes, np.uint8)
         else:
-            self._region = client.allocate(layout.memory_bytes)  # a node on this host maps it
+            if engine_memory is not None:
+                self._region = client.register(engine_memory.bytes)
+            else:
+                self._region = client.allocate(layout.memory_bytes)  # a node on this host maps it
             self.memory = self._region.bytes
             self.client = client
 
@@ -76,7 +87,9 @@ class Attachment:
             shard_count=self._layout.shard_count,
         )
         if index not in self._views:
-            self._views[index] = self._region.view(opened, self._layout.descriptors(index))
+            own = self._engine_memory
+            table = own.tables[index] if own is not None else self._layout.descriptors(index)
+            self._views[index] = self._region.view(opened, table)
         self._namespaces[index] = opened
 
     def namespace(self, group: int) -> PoolNamespace | None:

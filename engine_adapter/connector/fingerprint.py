@@ -89,7 +89,7 @@ def group_fingerprint(
     group: KVCacheGroup, *, index: int, groups: int, model_identity: str, hash_scheme: str, kv_dtype: str
 ) -> str:
     """At most 1024 characters that are equal exactly when the group's bytes are interchangeable (but the rank)."""
-    parts = (
+    return fingerprint_text(
         ("model", model_identity),
         ("kv", kv_dtype),
         ("pages", str(PAGES_VERSION)),
@@ -98,6 +98,11 @@ def group_fingerprint(
         ("spec", _spec_text(group.spec)),
         ("layers", f"{len(group.layers)}({_ranges(group.layers)})"),
     )
+
+
+def fingerprint_text(*parts: tuple[str, str]) -> str:
+    """``name=value; ...``: one readable text for (name, value) pairs, equal exactly when they are. Long values
+    are replaced by their beginning and a digest."""
     # A value that holds a separator could pass for two parts: it is digested, as a long one is.
     text = "; ".join(f"{name}={_shortened(value)}" for name, value in parts)
     assert len(text) <= GROUP_CHARACTERS_MAX, text

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -21,13 +22,15 @@ import numpy.typing as npt
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache group. ``window_tokens`` 0: a hit needs every block of the prefix; otherwise only those that
     hold the last ``window_tokens - 1`` tokens before the first one to compute. ``poolable`` False: never stored
-    (a state or an encoder's KV that a prefix does not determine)."""
+    (a state or an encoder's KV that a prefix does not determine). ``block_bytes`` of one pool block on one rank; 0:
+    ``layers`` pages, as above."""
 
     fingerprint: str  #: the namespace group of :meth:`kvstrata.client.Client.namespace`
     block_tokens: int
     layers: int  #: layer slots: tensors 0 to layers - 1
     window_tokens: int = 0
     poolable: bool = True
+    block_bytes: int = 0
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +58,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one pool block of the group, on one rank."""
-        return self.groups[group].layers * self.page_bytes
+        return self.groups[group].block_bytes or self.groups[group].layers * self.page_bytes
 
     def descriptors(self, group: int) -> npt.NDArray[np.int64]:
         """(byte offset, length) of every piece of every block id, int64 [num_blocks, layers * parts, 2]."""
@@ -65,3 +68,17 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         table[:, :, 0] = pieces[None, :] + np.arange(self.num_blocks, dtype=np.int64)[:, None] * part
         table[:, :, 1] = part
         return table
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """KV memory that the engine allocated itself, instead of the one buffer above.
+
+    ``bytes``: flat u8 view that spans all of it; only what the tables name is ever touched. ``tables``: one a group,
+    (byte offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group that is
+    not pooled. ``owner`` keeps the memory alive.
+    """
+
+    bytes: npt.NDArray[np.uint8]
+    tables: tuple[npt.NDArray[np.int64], ...]
+    owner: object = None

@@ -18,7 +18,7 @@ from kvstrata.client.results import Lookup
 from kvstrata.engine_adapter.connector.attachment import Attachment
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
-from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
 from kvstrata.proto.errors import (
@@ -45,7 +45,8 @@ _ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Closed)
 
 
 class Pool:
-    """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use.
+    """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use; or it is
+    ``engine_memory``, registered.
 
     ``connect`` makes the client, see :class:`Attachment`. ``transfer_s``: what one call may take.
     """
@@ -58,13 +59,14 @@ class Pool:
         *,
         transfer_s: float,
         clock: Callable[[], float] = time.monotonic,
+        engine_memory: EngineMemory | None = None,
     ) -> None:
         self.layout = layout
         self._rank = rank
         self._clock = clock
         self._lock = threading.Lock()
         self._readiness = Readiness()
-        self._attachment = Attachment(layout, rank, connect)
+        self._attachment = Attachment(layout, rank, connect, engine_memory)
         self.memory: Bytes = self._attachment.memory
         self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
         self._closed = False

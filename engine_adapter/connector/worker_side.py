@@ -22,7 +22,7 @@ from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutpu
 from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, problem_of
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
-from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
@@ -48,7 +48,8 @@ class PoolWorkerSide:
     """A :class:`~kvstrata.engine_adapter.connector.base.WorkerSide` over a pool. Nothing of it raises.
 
     ``memory``: flat u8[layout.memory_bytes], zeroed, laid out as ``connector/layout.py`` says; the engine's to use
-    until and after :meth:`close`. ``start``, ``forward_ended`` and ``take_output`` are called from one thread.
+    until and after :meth:`close`; or ``engine_memory``, where the engine has its own. ``start``, ``forward_ended``
+    and ``take_output`` are called from one thread.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class PoolWorkerSide:
         connect: Callable[[], PoolClient],
         clock: Callable[[], float] = time.monotonic,
         chunk_bytes: int = CHUNK_BYTES,
+        engine_memory: EngineMemory | None = None,
     ) -> None:
         call_s = transfer_s(config)
         bound_s = 2 * call_s + CLOSE_GRACE_S
         self.layout = layout
         self._close_s = call_s + CLOSE_GRACE_S
-        self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock)
+        self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock, engine_memory=engine_memory)
         self.memory: npt.NDArray[np.uint8] = self._pool.memory
         self._outbox = Outbox(layout, call_s, clock)
         self._loader = Loader(self._pool, self._outbox, clock, chunk_bytes=chunk_bytes)
@@ -227,7 +229,13 @@ class PoolWorkerSide:
 
 
 def make_worker_side(
-    layout: PoolLayout, config: PoolConfig, *, rank: int = 0, endpoint: str = "", name: str = ""
+    layout: PoolLayout,
+    config: PoolConfig,
+    *,
+    rank: int = 0,
+    endpoint: str = "",
+    name: str = "",
+    engine_memory: EngineMemory | None = None,
 ) -> PoolWorkerSide:
     """The worker side of ``rank`` (its shard of ``layout.shard_count``). A pool that is down is no error.
 
@@ -235,4 +243,4 @@ def make_worker_side(
     :class:`InvalidArgument` for a configuration that names no pool, and for an endpoint that cannot be bound.
     """
     connect = partial(open_client, config, name and f"{name}/{rank}")
-    return PoolWorkerSide(layout, config, rank=rank, endpoint=endpoint, connect=connect)
+    return PoolWorkerSide(layout, config, rank=rank, endpoint=endpoint, connect=connect, engine_memory=engine_memory)
