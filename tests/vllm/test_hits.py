@@ -115,7 +115,7 @@ def test_loads_that_fail_cost_time_and_no_answer(
     prompts = draw(6, seed=7, length=LENGTH, shared=SHARED // 2)
     expected = plain(prompts)
     stored(writer, prompts)
-    engine = open_engine(pool.address, transport=f"auto+faults:{faults},seed=3", store=False)
+    engine = open_engine(pool.address, transport=f"auto+faults:{faults},seed=3", role="kv_consumer")
     assert engine.generate(prompts[:3]).tokens == expected[:3]
     for prompt, tokens in zip(prompts[3:], expected[3:], strict=True):
         assert engine.generate([prompt]).tokens == [tokens]

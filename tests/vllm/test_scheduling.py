@@ -52,7 +52,7 @@ def test_a_request_that_is_aborted_while_it_loads_gives_its_blocks_back(
     writer = open_engine(pool.address)
     writer.generate(prompts, max_tokens=1)
     writer.settle()
-    engine = open_engine(pool.address, transport="auto+faults:delay_ms=300", store=False)
+    engine = open_engine(pool.address, transport="auto+faults:delay_ms=300", role="kv_consumer")
     answer = engine.generate(prompts, abort_while_loading=True)
     assert answer.tokens[1:] == expected[1:]
     engine.settle()

@@ -89,7 +89,9 @@ def test_a_node_that_is_killed_while_loads_are_under_way(
     writer = open_engine(own_pool.address)
     served_from_the_pool(writer, prompts, expected)
     # Each transfer waits so long that the node is dead before the first one reads.
-    reader = open_engine(own_pool.address, transport="auto+faults:delay_ms=1500", load_deadline_ms=4_000, store=False)
+    reader = open_engine(
+        own_pool.address, transport="auto+faults:delay_ms=1500", load_deadline_ms=4_000, role="kv_consumer"
+    )
     killer = threading.Timer(0.7, own_pool.node().signal, (signal.SIGKILL,))
     killer.start()
     assert reader.generate(prompts).tokens == expected
@@ -103,7 +105,9 @@ def test_a_pool_slower_than_the_deadline_is_not_waited_for(
     prompts = draw(2, seed=23, length=LENGTH)
     expected = plain(prompts)
     served_from_the_pool(open_engine(own_pool.address), prompts, expected)
-    slow = open_engine(own_pool.address, transport="auto+faults:delay_ms=60000", load_deadline_ms=500, store=False)
+    slow = open_engine(
+        own_pool.address, transport="auto+faults:delay_ms=60000", load_deadline_ms=500, role="kv_consumer"
+    )
     answer = slow.generate(prompts)
     assert answer.tokens == expected
     assert answer.seconds < 30, "a load outlived its deadline"
