@@ -1,0 +1,266 @@
+"""The class that vLLM loads: one object in its scheduler, one in each worker, of which each is one half."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
+from kvstrata.engine_adapter.connector.worker_side import make_worker_side
+from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
+from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
+from kvstrata.engine_adapter.vllm.geometry import engine_memory
+from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
+from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
+from kvstrata.engine_adapter.vllm.messages import StepMeta
+from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
+from kvstrata.engine_adapter.vllm.settings import read_settings
+from kvstrata.engine_adapter.vllm.worker import StepRunner
+from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.logs import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = get_logger(__name__)
+
+#: Folder of the sockets at which workers answer their scheduler's lookups, below the folder for temporary files.
+SOCKETS: Final = "kvstrata-vllm-{uid}"
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """vLLM's message down."""
+
+    step: StepMeta
+
+
+@dataclass
+class RankReports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """vLLM's message up: a :class:`~kvstrata.engine_adapter.vllm.messages.RankReport`, encoded, by rank."""
+
+    reports: dict[int, bytes] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReports:
+        """Those of several ranks of one step."""
+        assert isinstance(other, RankReports)
+        return RankReports({**self.reports, **other.reports})
+
+
+class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """A pool of KV blocks behind vLLM's prefix cache: loads are asynchronous, stores hold their blocks by reference.
+
+    Raises :class:`InvalidArgument` at the start for settings that are not understood, and for those under which
+    nothing would ever be found in the pool. A pool that is down is no error: vLLM serves without it until it is there.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        self.settings = read_settings(transfer.kv_connector_extra_config)
+        self._pool_config = self.settings.pool_config(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
+        self._check(warn=role == KVConnectorRole.SCHEDULER)
+        self._planner: StepPlanner | None = None
+        self._runner: StepRunner | None = None
+        if role == KVConnectorRole.WORKER:
+            _allow_amx()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is given up costs a later hit, nothing else."""
+        return False
+
+    def shutdown(self) -> None:
+        """End this half, bounded in time: what is under way ends as not done. Safe twice."""
+        planner, self._planner = self._planner, None
+        runner, self._runner = self._runner, None
+        if planner is not None:
+            planner.close()
+        if runner is not None:
+            runner.close()
+
+    def _check(self, *, warn: bool) -> None:
+        config = self._vllm_config
+        found = check_start(
+            config.cache_config,
+            config.parallel_config,
+            self._kv_cache_config,
+            failure_policy=config.kv_transfer_config.kv_load_failure_policy,
+            loads=self._kv_transfer_config.is_kv_consumer,
+        )
+        found.raise_refused()
+        for warning in found.warnings if warn else ():
+            log.warning(warning)
+
+    # ------------------------------------------------------------------ scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The scheduler's half begins here: it needs references on vLLM's blocks."""
+        layout = self._layout()
+        side = make_scheduler_side(layout, self._pool_config, self._endpoint(), PoolBlockHolder(gpu_block_pool))
+        self._planner = StepPlanner(side, aligned_tokens=layout.aligned_tokens, ranks=layout.shard_count)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        return StepMetadata(self._scheduler.build_connector_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, RankReports):
+            self._scheduler.update_connector_output(reports.reports)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may be freed at once: stores under way hold them."""
+        self._scheduler.request_finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps an engine without requests stepping until the stores under way have ended."""
+        return self._planner is not None and self._planner.has_pending_work()
+
+    @property
+    def _scheduler(self) -> StepPlanner:
+        assert self._planner is not None, "vLLM has not bound its block pool, or this half was shut down"
+        return self._planner
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The worker's half begins here: its KV memory is there."""
+        devices = {tensor.device.type for tensor in kv_caches.values()}
+        if devices != {"cpu"}:
+            raise InvalidArgument(f"KV memory on {', '.join(sorted(devices))}: only vLLM on a CPU is supported yet")
+        groups = self._kv_cache_config.kv_cache_groups
+        kept = [poolable(group.kv_cache_spec) for group in groups]
+        names = [group.layer_names for group in groups]
+        memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks)
+        block_bytes = [int(table[0, :, 1].sum()) for table in memory.tables]
+        rank = _tensor_parallel_rank()
+        side = make_worker_side(
+            self._layout(block_bytes),
+            self._pool_config,
+            rank=rank,
+            endpoint=self._endpoint(),
+            name=f"vllm-{self._kv_transfer_config.engine_id}",
+            engine_memory=memory,
+        )
+        self._runner = StepRunner(side, rank, by_blocks=len(groups) == 1)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if self._runner is not None:
+            self._runner.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        """Loads run since the step's metadata was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No forward pass needs a load under way: they are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
+        """Whole blocks are stored, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """The step's KV is written: its stores begin, in threads of their own."""
+        if self._runner is not None:
+            self._runner.forward_ended()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._runner is None:
+            return KVConnectorTransferResults()
+        results = self._runner.transfer_results()
+        return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._runner.failed_blocks() if self._runner is not None else set()
+
+    def build_connector_worker_meta(self) -> RankReports | None:
+        return RankReports({self._runner.rank: self._runner.report()}) if self._runner is not None else None
+
+    # ------------------------------------------------------------------ what both halves must agree on
+
+    def _layout(self, block_bytes: Iterable[int] = ()) -> PoolLayout:
+        config = self._vllm_config
+        algorithm = config.cache_config.prefix_caching_hash_algo
+        return make_layout(
+            self._kv_cache_config,
+            self._identity(),
+            hash_bytes=HASH_BYTES[algorithm],
+            tensor_parallel=config.parallel_config.tensor_parallel_size,
+            block_bytes=tuple(block_bytes),
+        )
+
+    def _identity(self) -> Identity:
+        config = self._vllm_config
+        model, cache = config.model_config, config.cache_config
+        version = ".".join(vllm.__version__.split(".")[:2])
+        seed = os.environ.get("PYTHONHASHSEED", "")
+        return Identity(
+            model=model_identity(model, config.load_config.load_format, self.settings.namespace),
+            kv=f"{model.dtype}/{cache.cache_dtype}/{_device_kind()}",
+            hashes=f"vllm {version}/{cache.prefix_caching_hash_algo}/{seed}",
+        )
+
+    def _endpoint(self) -> str:
+        """Where rank 0 answers the scheduler's lookups: a socket that only this user can reach."""
+        folder = Path(tempfile.gettempdir()) / SOCKETS.format(uid=os.getuid())
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+            raise InvalidArgument(f"{folder} is open to other users, or theirs: remove it, or set TMPDIR")
+        engine = hashlib.sha256(str(self._kv_transfer_config.engine_id).encode()).hexdigest()[:24]
+        return f"ipc://{folder / engine}"
+
+
+def _tensor_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _device_kind() -> str:
+    """What decides the order of bytes within a block: kernels pack K for the instructions that the CPU has."""
+    amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
+    return f"cpu-{torch.backends.cpu.get_cpu_capability()}{amx}".lower().replace(" ", "")
+
+
+def _allow_amx() -> None:
+    """Ask the kernel for AMX now: a first forward pass that is tiny, thanks to a hit, would use it unasked and die."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

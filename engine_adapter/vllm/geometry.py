@@ -1,0 +1,98 @@
+"""Where the bytes of each block lie in the KV tensors that vLLM allocated. Addresses and strides only."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.engine_adapter.connector.layout import EngineMemory
+from kvstrata.proto.errors import InvalidArgument
+
+Pieces = npt.NDArray[np.int64]
+
+
+class Storage(Protocol):
+    """What is read of a torch storage."""
+
+    def data_ptr(self) -> int: ...
+    def nbytes(self) -> int: ...
+
+
+class Tensor(Protocol):
+    """What is read of a torch tensor."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def data_ptr(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def untyped_storage(self) -> Storage: ...
+
+
+def block_pieces(tensor: Tensor, num_blocks: int) -> Pieces:
+    """(address, length) of the contiguous pieces of each block, int64 [num_blocks, pieces, 2].
+
+    The blocks are the first dimension (or the second, where K and V are apart); a kernel may cut each into several.
+    Raises :class:`InvalidArgument` for another shape.
+    """
+    sizes, strides, item = list(tensor.shape), list(tensor.stride()), tensor.element_size()
+    axis = next((i for i in (0, 1) if i < len(sizes) and sizes[i] and sizes[i] % num_blocks == 0), None)
+    if axis is None:
+        raise InvalidArgument(f"a KV tensor of shape {tuple(sizes)} does not hold {num_blocks} blocks")
+    rows = sizes[axis] // num_blocks
+    inner = [(rows, strides[axis]), *((sizes[i], strides[i]) for i in range(len(sizes)) if i != axis)]
+    inner = sorted(((size, stride) for size, stride in inner if size > 1), key=lambda pair: pair[1])
+    run = 1
+    while inner and inner[0][1] == run:
+        run *= inner.pop(0)[0]
+    offsets = np.zeros(1, np.int64)
+    for size, stride in inner:
+        offsets = (np.arange(size, dtype=np.int64)[:, None] * stride + offsets[None, :]).reshape(-1)
+    starts = np.arange(num_blocks, dtype=np.int64) * (rows * strides[axis])
+    table = np.empty((num_blocks, len(offsets), 2), np.int64)
+    table[:, :, 0] = tensor.data_ptr() + (starts[:, None] + offsets[None, :]) * item
+    table[:, :, 1] = run * item
+    return table
+
+
+def group_pieces(tensors: Sequence[Tensor], num_blocks: int) -> Pieces:
+    """The pieces of all layers of a group, in their order; layers that share a tensor count once."""
+    seen: set[int] = set()
+    tables = []
+    for tensor in tensors:
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tables.append(block_pieces(tensor, num_blocks))
+    return np.concatenate(tables, axis=1)
+
+
+def engine_memory(
+    groups: Sequence[Sequence[str]], poolable: Sequence[bool], kv_caches: Mapping[str, Tensor], num_blocks: int
+) -> EngineMemory:
+    """vLLM's KV tensors as memory of the connector. ``groups``: names of the layers of each KV cache group.
+
+    One view spans all tensors, also where they are allocations of their own and something else lies between them:
+    only what the tables name is touched. Raises :class:`InvalidArgument` for a layer without a tensor.
+    """
+    missing = [name for names, kept in zip(groups, poolable, strict=True) if kept for name in names]
+    missing = [name for name in missing if name not in kv_caches]
+    if missing:
+        raise InvalidArgument(f"vLLM registered no KV tensor for {', '.join(missing[:4])}")
+    tensors = [kv_caches[name] for names, kept in zip(groups, poolable, strict=True) if kept for name in names]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    first = min(storage.data_ptr() for storage in storages)
+    last = max(storage.data_ptr() + storage.nbytes() for storage in storages)
+    span = np.ctypeslib.as_array((ctypes.c_uint8 * (last - first)).from_address(first))
+    tables = []
+    for names, kept in zip(groups, poolable, strict=True):
+        if not kept or not names:
+            tables.append(np.empty((num_blocks, 0, 2), np.int64))
+            continue
+        table = group_pieces([kv_caches[name] for name in names], num_blocks)
+        table[:, :, 0] -= first
+        tables.append(table)
+    return EngineMemory(span, tuple(tables), owner=tensors)

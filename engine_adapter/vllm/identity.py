@@ -1,0 +1,84 @@
+"""What makes the KV of two vLLM instances interchangeable, but for the groups: model, numerics, hashes.
+
+Weights are told apart by content where they are files on this host: ``config.json`` whole, and of each weights file
+its name, size and 16 samples of 4 KiB. A copy of a model under another path is the same model; weights that were
+changed in fewer places than are looked at are not noticed: raise the pool's epoch, or set ``namespace``. A name on a
+hub counts with its revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+SAMPLES: Final = 16
+SAMPLE_BYTES: Final = 4096
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
+#: Of a model's configuration, what says nothing about its KV, and differs between hosts and versions.
+IGNORED: Final = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype"})
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Three texts: equal exactly when the KV is interchangeable, as far as they go."""
+
+    model: str
+    kv: str
+    hashes: str
+
+
+class HfConfig(Protocol):
+    def to_dict(self) -> Mapping[str, object]: ...
+
+
+class ModelConfig(Protocol):
+    """What is read of vLLM's ``ModelConfig``."""
+
+    model: str
+    revision: str | None
+    quantization: str | None
+    seed: int
+    hf_config: HfConfig
+
+
+def model_identity(model: ModelConfig, load_format: str, namespace: str = "") -> str:
+    """``namespace``, where it is set, stands for name and weights."""
+    settings = f"{model.quantization or 'none'}/{_digest(_config_text(model.hf_config))}"
+    if namespace:
+        return f"{namespace} {settings}"
+    if load_format == "dummy":  # random weights
+        return f"dummy/{model.seed} {settings}"
+    folder = Path(model.model)
+    if folder.is_dir():
+        return f"files/{weights_digest(folder)} {settings}"
+    revision = model.revision or getattr(model.hf_config, "_commit_hash", None) or "main"
+    return f"{model.model}@{revision} {settings}"
+
+
+def weights_digest(folder: Path) -> str:
+    """32 hex digits of the configuration and samples of the weights in a folder. Reads 64 KiB a file."""
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted(entry for entry in folder.iterdir() if entry.suffix in WEIGHTS):
+        size = path.stat().st_size
+        digest.update(f"\n{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _config_text(config: HfConfig) -> str:
+    fields = {name: value for name, value in config.to_dict().items() if name not in IGNORED}
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,79 @@
+"""What a user may say in ``kv_connector_extra_config``: known keys only, each with a default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from kvstrata.engine_adapter.connector.config import LoadPolicy, PoolConfig
+from kvstrata.proto.errors import InvalidArgument
+
+MASTERS_VARIABLE: Final = "KVSTRATA_MASTER"
+MASTERS_DEFAULT: Final = "127.0.0.1:7400"
+
+Milliseconds = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config``. All keys are optional.
+
+    ``masters``: addresses of the pool's masters, comma-separated; else the variable ``KVSTRATA_MASTER``, else
+    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm or tcp. ``verify``: whether loaded blocks are
+    checked against their checksums.
+
+    ``namespace``: replaces what is derived of the model's name and weights, for engines that are known to share KV;
+    the rest of the fingerprint (types, layout, block size, hashes, ranks) stays.
+
+    ``load_policy``: ``auto`` loads what is faster to load than to compute. ``load_deadline_ms``: a load ends by then,
+    and what is not there is computed; also what a store may take. ``lookup_deadline_ms``: a lookup without an answer
+    by then is a miss. ``save_decode_cache``: also store blocks that hold generated tokens.
+    ``store_pending_blocks_max``: blocks held for stores under way; past it, blocks are not stored.
+    """
+
+    masters: str = ""
+    token: str = ""
+    transport: str = "auto"
+    verify: Literal["always", "sample", "never"] = "sample"
+    namespace: str = ""
+    load_policy: LoadPolicy = "auto"
+    load_deadline_ms: Milliseconds = 5_000
+    lookup_deadline_ms: Milliseconds = 200
+    save_decode_cache: bool = True
+    store_pending_blocks_max: Annotated[int, msgspec.Meta(ge=1)] = 8_192
+
+    def pool_config(self, *, stores: bool, loads: bool) -> PoolConfig:
+        """``stores`` and ``loads``: what vLLM's ``kv_role`` allows."""
+        return PoolConfig(
+            masters=self.masters,
+            token=self.token,
+            transport=self.transport,
+            verify=self.verify,
+            load_policy=self.load_policy if loads else "never",
+            load_deadline_ms=self.load_deadline_ms,
+            lookup_deadline_ms=self.lookup_deadline_ms,
+            store=stores,
+            store_decode=self.save_decode_cache,
+            store_pending_blocks_max=self.store_pending_blocks_max,
+        )
+
+
+def read_settings(extra: Mapping[str, object]) -> Settings:
+    """Raises :class:`InvalidArgument`, naming the key, for an unknown one and for a value of another type."""
+    known = Settings.__struct_fields__
+    for key in extra:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise InvalidArgument(f"kv_connector_extra_config has an unknown key {key!r}: {hint}")
+    try:
+        settings = msgspec.convert(dict(extra), Settings)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"kv_connector_extra_config: {error}") from error
+    if settings.masters:
+        return settings
+    masters = os.environ.get(MASTERS_VARIABLE, "") or MASTERS_DEFAULT
+    return msgspec.structs.replace(settings, masters=masters)
