@@ -21,6 +21,13 @@ class KVDtype(enum.StrEnum):
     float16 = "float16"
 
 
+class DeviceChoice(enum.StrEnum):
+    """``--device``."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class LoadChoice(enum.StrEnum):
     """``--load-policy``."""
 
@@ -76,6 +83,9 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Requests a step.", rich_help_panel=_STEP)] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests queued; more are refused.", rich_help_panel=_STEP)] = 4096,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks, a process each.", rich_help_panel=_STEP)] = 1,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="Where to compute; cuda needs the gpu extra (cupy).", rich_help_panel=_STEP)
+    ] = DeviceChoice.cpu,
     threads: Annotated[int, typer.Option(help="BLAS threads a rank.", rich_help_panel=_STEP)] = 1,
     pool: Annotated[
         str | None,
@@ -129,6 +139,7 @@ def serve(
                 load_deadline_ms=load_deadline_ms,
                 store=store,
             ),
+            device=device.value,
             tensor_parallel=tensor_parallel,
             threads=threads,
             name=name,

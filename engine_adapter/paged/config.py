@@ -8,9 +8,10 @@ import msgspec
 
 from kvstrata.engine_adapter.connector.config import LoadPolicy, PoolConfig
 from kvstrata.engine_adapter.hashing import HashAlgorithm
+from kvstrata.engine_adapter.paged.model.arrays import DEVICES, Device
 from kvstrata.proto.errors import InvalidArgument
 
-__all__ = ["CacheConfig", "Dtype", "EngineConfig", "LoadPolicy", "ModelConfig", "PoolConfig", "StepConfig"]
+__all__ = ["CacheConfig", "Device", "Dtype", "EngineConfig", "LoadPolicy", "ModelConfig", "PoolConfig", "StepConfig"]
 
 Dtype = Literal["float32", "float16"]
 
@@ -44,12 +45,13 @@ class StepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine. ``threads``: BLAS threads a rank."""
+    """One engine. ``device``: where its ranks compute; a GPU each for cuda. ``threads``: BLAS threads a rank."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     step: StepConfig = StepConfig()
     pool: PoolConfig = PoolConfig()
+    device: Device = "cpu"
     tensor_parallel: int = 1
     threads: int = 1
     name: str = ""  #: shown in logs and in the pool's health
@@ -72,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if not low <= value <= high:
                 raise InvalidArgument(f"{name} is {value}: expected {low} to {high}")
+        if self.device not in DEVICES:
+            raise InvalidArgument(f"device is {self.device!r}: expected {' or '.join(DEVICES)}")
         if self.cache.num_blocks == 1:
             raise InvalidArgument("num_blocks is 1: at least 2 (block 0 is the null block), or 0 to fill memory_bytes")
         return self

@@ -13,6 +13,8 @@ the step was made of, which is what makes attention's bits a matter of positions
 Computing a meeting that is wholly hidden changes nothing (its weight is exactly 0), so meetings are put together
 as is convenient: many tiles with one segment for prefill, one tile with many segments for decode, and the tiles
 of all requests with the segments of a common prefix.
+
+Planning is done on the host; the arrays of a plan are where the model computes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.engine_adapter.paged.model.rows import I64, TILE, Batch
+from kvstrata.engine_adapter.paged.model.arrays import HOST, I64, Arrays
+from kvstrata.engine_adapter.paged.model.rows import TILE, Batch
 
 SEGMENT: Final = 256
 #: Meetings computed together: enough to pay for a call, few enough that their scores stay in the CPU's cache.
@@ -71,18 +74,21 @@ class AttentionPlan:
     gathers: tuple[Gather, ...]
 
 
-def plan_attention(batch: Batch, group: int, block_size: int, sliding_window: int) -> AttentionPlan:
+def plan_attention(
+    batch: Batch, group: int, block_size: int, sliding_window: int, arrays: Arrays = HOST
+) -> AttentionPlan:
     """Plan one group's attention; ``sliding_window`` 0 is full attention. O(tokens + meetings on a mask's edge)."""
-    return _Planner(batch, group, block_size, sliding_window).plan()
+    return _Planner(batch, group, block_size, sliding_window, arrays).plan()
 
 
 class _Planner:
-    def __init__(self, batch: Batch, group: int, block_size: int, sliding_window: int) -> None:
+    def __init__(self, batch: Batch, group: int, block_size: int, sliding_window: int, arrays: Arrays) -> None:
         self._group = batch.groups[group]
         self._positions = batch.positions
         self._spans = batch.spans
         self._block_size = block_size
         self._window = sliding_window
+        self._arrays = arrays
         self._starts, self._ends = batch.context_starts, batch.context_ends
         tiles = [
             np.arange(start // TILE, (end - 1) // TILE + 1) * TILE
@@ -98,7 +104,7 @@ class _Planner:
         for request, (start, end) in enumerate(self._spans):
             offset = self._firsts[request] * TILE - self._starts[request] // TILE * TILE
             rows[start:end] = self._positions[start:end] + offset
-        return AttentionPlan(rows, len(self._tile_starts), tuple(self._gathers()))
+        return AttentionPlan(self._arrays.to_device(rows), len(self._tile_starts), tuple(self._gathers()))
 
     def _gathers(self) -> Iterator[Gather]:
         common = self._common_segments()
@@ -154,7 +160,7 @@ class _Planner:
             Meeting(begin, min(begin + size, end), self._hidden(begin, min(begin + size, end), low, high))
             for begin in range(first, end, size)
         )
-        return Gather(slots, valid_from, valid_to, tuple(meetings))
+        return Gather(self._arrays.to_device(slots), valid_from, valid_to, tuple(meetings))
 
     def _hidden(self, first: int, end: int, low: int, high: int) -> tuple[tuple[int, npt.NDArray[np.bool_]], ...]:
         starts = self._tile_starts[first:end]
@@ -164,7 +170,7 @@ class _Planner:
             if self._window:
                 whole = whole and int(starts.max()) + TILE - 1 < segment * SEGMENT + self._window
             if not whole:
-                masks.append((segment - low, self._mask(starts, segment)))
+                masks.append((segment - low, self._arrays.to_device(self._mask(starts, segment))))
         return tuple(masks)
 
     def _mask(self, starts: I64, segment: int) -> npt.NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvstrata.engine_adapter.paged.model.rows import F32
+from kvstrata.engine_adapter.paged.model.arrays import F32, Arrays
 
 
 class Collective(Protocol):
@@ -25,10 +25,26 @@ class Collective(Protocol):
 
 
 class NoCollective:
-    """A single rank."""
+    """A single rank, wherever its arrays are."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, array: F32) -> F32:
         return array
+
+
+class ThroughHost:
+    """Ranks whose arrays are on devices, meeting in the host's memory."""
+
+    def __init__(self, inner: Collective, arrays: Arrays) -> None:
+        self._inner, self._arrays = inner, arrays
+        self.rank, self.size = inner.rank, inner.size
+
+    def all_reduce(self, array: F32) -> F32:
+        return self._arrays.to_device(self._inner.all_reduce(self._arrays.to_host(array)))
+
+
+def collective_of(inner: Collective, arrays: Arrays) -> Collective:
+    """The same ranks, for arrays of ``arrays``."""
+    return inner if arrays.on_host or inner.size == 1 else ThroughHost(inner, arrays)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstrata.engine_adapter.paged.model.arrays import F32, HOST, I64, Arrays
 from kvstrata.engine_adapter.paged.model.llama_config import LlamaConfig
-from kvstrata.engine_adapter.paged.model.rows import F32, I64
 
 
 def inverse_frequencies(config: LlamaConfig) -> F32:
@@ -29,14 +29,14 @@ def inverse_frequencies(config: LlamaConfig) -> F32:
 class Rope:
     """Cosines and sines of every position of the model, made once: the same bits for a position, always.
 
-    ``max_position_embeddings * head_dim * 4`` bytes.
+    Computed on the host. ``max_position_embeddings * head_dim * 4`` bytes.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, arrays: Arrays = HOST) -> None:
         positions = np.arange(config.max_position_embeddings, dtype=np.float32)
         angles = np.outer(positions, inverse_frequencies(config)).astype(np.float64)
-        self.cos: F32 = np.cos(angles).astype(np.float32)
-        self.sin: F32 = np.sin(angles).astype(np.float32)
+        self.cos: F32 = arrays.to_device(np.cos(angles).astype(np.float32))
+        self.sin: F32 = arrays.to_device(np.sin(angles).astype(np.float32))
 
     def rotate(self, heads: F32, positions: I64) -> None:
         """Turn ``heads`` [n, num_heads, head_dim] in place, by the position of each of n tokens."""

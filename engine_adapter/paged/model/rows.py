@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
+from kvstrata.engine_adapter.paged.model.arrays import F32, HOST, I64, ArrayModule, Arrays
+
+__all__ = ["F32", "I64", "TILE", "Batch", "GroupBatch", "RowLayout", "multiply"]
 
 TILE: Final = 16
 
@@ -91,31 +91,33 @@ class Batch:
 
 
 class RowLayout:
-    """Where each of n tokens lies in ``[num_tiles, TILE, width]`` arrays. O(n log n) to make."""
+    """Where each of n tokens lies in ``[num_tiles, TILE, width]`` arrays of ``arrays``. O(n log n) to make, on the
+    host."""
 
-    def __init__(self, positions: I64) -> None:
+    def __init__(self, positions: I64, arrays: Arrays = HOST) -> None:
         residues = positions % TILE
         order = np.argsort(residues, kind="stable")
         counts = np.bincount(residues, minlength=TILE)
         firsts = np.cumsum(counts) - counts
         rank = np.empty(len(positions), np.int64)
         rank[order] = np.arange(len(positions)) - firsts[residues[order]]
-        #: Row of each token in the arrays seen as [num_tiles * TILE, width].
+        #: Row of each token in the arrays seen as [num_tiles * TILE, width]; a host array.
         self.rows: I64 = rank * TILE + residues
         self.num_tiles = int(counts.max(initial=0))
+        self._xp = arrays.xp
+        self._rows = arrays.to_device(self.rows)
 
     def scatter(self, values: F32) -> F32:
         """[n, width] -> [num_tiles, TILE, width], zeros where there is no token."""
-        tiles = np.zeros((self.num_tiles * TILE, values.shape[1]), values.dtype)
-        tiles[self.rows] = values
+        tiles = self._xp.zeros((self.num_tiles * TILE, values.shape[1]), values.dtype)
+        tiles[self._rows] = values
         return tiles.reshape(self.num_tiles, TILE, values.shape[1])
 
     def gather(self, tiles: F32) -> F32:
         """[num_tiles, TILE, width] -> [n, width]."""
-        return np.take(tiles.reshape(-1, tiles.shape[-1]), self.rows, axis=0)
+        return self._xp.take(tiles.reshape(-1, tiles.shape[-1]), self._rows, axis=0)
 
 
-def multiply(tiles: F32, weight: F32) -> F32:
+def multiply(xp: ArrayModule, tiles: F32, weight: F32) -> F32:
     """[num_tiles, TILE, k] x [k, n], ``weight`` C-contiguous: one product of one shape a tile. For all weights."""
-    products: F32 = np.matmul(tiles, weight)
-    return products
+    return xp.matmul(tiles, weight)

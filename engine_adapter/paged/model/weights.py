@@ -11,9 +11,9 @@ import numpy as np
 import threadpoolctl
 import xxhash
 
+from kvstrata.engine_adapter.paged.model.arrays import F32, HOST, Arrays
 from kvstrata.engine_adapter.paged.model.hf_config import load_hf_config
 from kvstrata.engine_adapter.paged.model.llama_config import LlamaConfig
-from kvstrata.engine_adapter.paged.model.rows import F32
 from kvstrata.engine_adapter.paged.model.safetensors_file import SafetensorsFile, open_folder
 from kvstrata.engine_adapter.paged.model.sizes import named_config
 from kvstrata.proto.errors import InvalidArgument
@@ -56,24 +56,30 @@ def load_config(model: str, vocab_size: int) -> LlamaConfig:
 
 
 def load_weights(
-    model: str, config: LlamaConfig, *, seed: int = 0, rank: int = 0, tensor_parallel: int = 1
+    model: str,
+    config: LlamaConfig,
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    tensor_parallel: int = 1,
+    arrays: Arrays = HOST,
 ) -> LlamaWeights:
-    """One rank's part of ``model``, a folder or a named size. ``seed`` is of the latter only.
+    """One rank's part of ``model``, a folder or a named size, moved to ``arrays``. ``seed`` is of the latter only.
 
     Raises :class:`InvalidArgument` naming tensors that are missing, unknown or of another shape.
     """
     config.check_tensor_parallel(tensor_parallel)
     folder = Path(model)
     if not folder.is_dir():
-        identity = _identity(f"random/{model}/{seed}/{config.vocab_size}", config)
-        return _assemble(config, random_tensors(config, seed), rank, tensor_parallel, identity)
+        identity = _identity(f"random/{model}/{seed}/{config.vocab_size}", config, arrays)
+        return _assemble(config, random_tensors(config, seed), rank, tensor_parallel, identity, arrays)
     files = open_folder(folder)
     where = _checked(files, tensor_shapes(config), folder)
     digest = xxhash.xxh3_128()
     for file in files:
         file.update(digest)
-    identity = _identity(f"files/{digest.hexdigest()}", config)
-    return _assemble(config, lambda name: where[name].tensor(name), rank, tensor_parallel, identity)
+    identity = _identity(f"files/{digest.hexdigest()}", config, arrays)
+    return _assemble(config, lambda name: where[name].tensor(name), rank, tensor_parallel, identity, arrays)
 
 
 def numerics() -> str:
@@ -90,8 +96,9 @@ def numerics() -> str:
     return f"numerics{NUMERICS_VERSION}/numpy-{np.__version__}/{blas}"
 
 
-def _identity(weights: str, config: LlamaConfig) -> str:
-    return f"{weights}/{xxhash.xxh3_128_hexdigest(config.identity.encode())}/{numerics()}"
+def _identity(weights: str, config: LlamaConfig, arrays: Arrays) -> str:
+    parts = (weights, xxhash.xxh3_128_hexdigest(config.identity.encode()), numerics(), arrays.numerics)
+    return "/".join(part for part in parts if part)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -173,16 +180,18 @@ def _matters(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
     return not name.endswith("rotary_emb.inv_freq") and (name != "lm_head.weight" or name in expected)
 
 
-def _assemble(config: LlamaConfig, read: Read, rank: int, ranks: int, identity: str) -> LlamaWeights:
+def _assemble(config: LlamaConfig, read: Read, rank: int, ranks: int, identity: str, arrays: Arrays) -> LlamaWeights:
+    put = arrays.to_device
     embed = read("model.embed_tokens.weight")
     head = embed if config.tie_word_embeddings else read("lm_head.weight")
     return LlamaWeights(
-        embed=embed,
+        embed=put(embed),
         layers=tuple(
-            _layer(config, read, f"model.layers.{layer}.", rank, ranks) for layer in range(config.num_hidden_layers)
+            _on(arrays, _layer(config, read, f"model.layers.{layer}.", rank, ranks))
+            for layer in range(config.num_hidden_layers)
         ),
-        norm=read("model.norm.weight"),
-        lm_head=np.ascontiguousarray(head.T),
+        norm=put(read("model.norm.weight")),
+        lm_head=put(np.ascontiguousarray(head.T)),
         identity=identity,
     )
 
@@ -212,4 +221,17 @@ def _layer(config: LlamaConfig, read: Read, prefix: str, rank: int, ranks: int) 
         post_norm=read(prefix + "post_attention_layernorm.weight"),
         gate_up=beside("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         down=inputs("mlp.down_proj.weight"),
+    )
+
+
+def _on(arrays: Arrays, layer: LayerWeights) -> LayerWeights:
+    put = arrays.to_device
+    return LayerWeights(
+        input_norm=put(layer.input_norm),
+        qkv=put(layer.qkv),
+        qkv_bias=None if layer.qkv_bias is None else put(layer.qkv_bias),
+        o=put(layer.o),
+        post_norm=put(layer.post_norm),
+        gate_up=put(layer.gate_up),
+        down=put(layer.down),
     )

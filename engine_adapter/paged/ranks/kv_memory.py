@@ -17,23 +17,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.engine_adapter.paged.cache.kv_cache_spec import FullAttentionSpec, KVCacheConfig
+from kvstrata.engine_adapter.paged.model.arrays import HOST, Arrays
 from kvstrata.engine_adapter.paged.model.attention import KV
 from kvstrata.proto.errors import InvalidArgument
 
 
 class KVMemory:
-    """``buffer``: flat uint8 of the whole memory, all zeros; None: allocated here.
+    """``buffer``: flat uint8 of the whole memory, an array of ``arrays``, all zeros; None: allocated here.
 
     ``layers``: each layer's view of it, in the order of the model. The buffer must outlive the views: whoever
     gave it keeps it mapped until the engine is closed.
     """
 
-    def __init__(self, config: KVCacheConfig, buffer: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, config: KVCacheConfig, buffer: npt.NDArray[np.uint8] | None = None, arrays: Arrays = HOST
+    ) -> None:
         expected = config.num_blocks * config.block_bytes
         if buffer is None:
-            # Populated at once, as a pool's memory is: the first touch of a page costs more than computing it.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-            buffer = np.frombuffer(mmap.mmap(-1, expected, flags=flags), np.uint8)
+            buffer = _host_memory(expected) if arrays.on_host else arrays.xp.zeros(expected, np.uint8)
         if buffer.nbytes != expected or buffer.ndim != 1 or buffer.dtype != np.uint8:
             raise InvalidArgument(f"KV memory of {expected} bytes expected, got {buffer.dtype} {buffer.shape}")
         self.buffer = buffer
@@ -47,6 +48,12 @@ class KVMemory:
         pages = self.buffer[tensor * size : (tensor + 1) * size]
         shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
         return (pages.view(np.float16) if spec.dtype == "float16" else pages.view(np.float32)).reshape(shape)
+
+
+def _host_memory(size: int) -> npt.NDArray[np.uint8]:
+    # Populated at once, as a pool's memory is: the first touch of a page costs more than computing it.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 def layer_places(config: KVCacheConfig) -> list[tuple[int, int]]:

@@ -12,11 +12,13 @@ from kvstrata.engine_adapter.connector.fingerprint import make_layout
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.cache.capacity import plan_kv_cache
 from kvstrata.engine_adapter.paged.config import EngineConfig
+from kvstrata.engine_adapter.paged.model.arrays import Arrays, make_arrays
 from kvstrata.engine_adapter.paged.model.collective_base import Collective
 from kvstrata.engine_adapter.paged.model.llama import Llama
 from kvstrata.engine_adapter.paged.model.llama_config import LlamaConfig
 from kvstrata.engine_adapter.paged.model.weights import load_config, load_weights
 from kvstrata.engine_adapter.paged.outputs import ModelRunnerOutput, SchedulerOutput
+from kvstrata.engine_adapter.paged.ranks.device_mirror import DeviceMirror
 from kvstrata.engine_adapter.paged.ranks.kv_memory import KVMemory
 from kvstrata.engine_adapter.paged.ranks.rank_messages import EngineShape
 from kvstrata.engine_adapter.paged.ranks.runner import ModelRunner
@@ -28,8 +30,8 @@ class Worker:
     """Everything a rank has. For one thread, but for the waker.
 
     ``lookup_endpoint``: where rank 0 answers the scheduler's lookups; only with a pool. A pool that is absent is
-    no error: its KV memory is there all the same. Raises :class:`InvalidArgument` for a model, a cache or a
-    number of ranks that cannot be.
+    no error: its KV memory is there all the same. Raises :class:`InvalidArgument` for a model, a cache, a
+    device or a number of ranks that cannot be.
     """
 
     def __init__(self, config: EngineConfig, rank: int, collective: Collective, lookup_endpoint: str = "") -> None:
@@ -37,7 +39,8 @@ class Worker:
             # Bits of a product may depend on how many threads share it, so this is part of what a model computes.
             limits = threadpoolctl.threadpool_limits(config.threads, user_api="blas")
             stack.callback(limits.restore_original_limits)
-            self.shape, model = _load(config, rank, collective)
+            arrays = make_arrays(config.device, rank)
+            self.shape, model = _load(config, rank, collective, arrays)
             self._connector: WorkerSide | None = None
             memory = None
             if config.pool.masters:
@@ -48,7 +51,9 @@ class Worker:
                 side = make_worker_side(self.shape.layout, config.pool, rank=rank, endpoint=endpoint, name=name)
                 stack.callback(side.close)
                 self._connector, memory = side, side.memory
-            self.kv = KVMemory(self.shape.kv_config, memory)
+            self.kv = KVMemory(self.shape.kv_config, memory if arrays.on_host else None, arrays)
+            if self._connector is not None and memory is not None and not arrays.on_host:
+                self._connector = DeviceMirror(self._connector, self.shape.layout, memory, self.kv.buffer, arrays)
             self._runner = ModelRunner(
                 model, self.shape.kv_config, self.kv.layers, max_num_seqs=config.step.max_num_seqs
             )
@@ -80,16 +85,18 @@ class Worker:
         self._cleanup.close()
 
 
-def _load(config: EngineConfig, rank: int, collective: Collective) -> tuple[EngineShape, Llama]:
+def _load(config: EngineConfig, rank: int, collective: Collective, arrays: Arrays) -> tuple[EngineShape, Llama]:
     """The rank's part of the model, and what the engine is told of it."""
     ranks = config.tensor_parallel
     tokenizer = load_tokenizer(config.model.tokenizer)
     model_config = load_config(config.model.model, tokenizer.vocab_size)
     model_config.check_tensor_parallel(ranks)
     _check_vocabulary(model_config, tokenizer)
-    weights = load_weights(config.model.model, model_config, seed=config.model.seed, rank=rank, tensor_parallel=ranks)
+    weights = load_weights(
+        config.model.model, model_config, seed=config.model.seed, rank=rank, tensor_parallel=ranks, arrays=arrays
+    )
     shape = _shape(config, model_config, tokenizer, weights.identity)
-    return shape, Llama(model_config, weights, collective=collective)
+    return shape, Llama(model_config, weights, collective=collective, arrays=arrays)
 
 
 def _check_vocabulary(model: LlamaConfig, tokenizer: Tokenizer) -> None:

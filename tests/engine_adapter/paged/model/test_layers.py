@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstrata.engine_adapter.paged.model.arrays import HOST
 from kvstrata.engine_adapter.paged.model.layers import rms_norm, swiglu
 from kvstrata.engine_adapter.paged.model.llama_config import RopeScaling
 from kvstrata.engine_adapter.paged.model.rope import Rope, inverse_frequencies
@@ -13,6 +14,7 @@ from kvstrata.engine_adapter.paged.model.rows import TILE
 from kvstrata.engine_adapter.paged.model.sizes import SIZES
 
 RNG = np.random.default_rng(0)
+XP = HOST.xp
 TILES = RNG.standard_normal((3, TILE, 24), dtype=np.float32)
 
 
@@ -20,8 +22,8 @@ def test_rms_norm() -> None:
     weight = RNG.random(24, dtype=np.float32)
     x = TILES.astype(np.float64)
     expected = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * weight
-    np.testing.assert_allclose(rms_norm(TILES, weight, 1e-5), expected, rtol=1e-5)
-    assert not rms_norm(np.zeros_like(TILES), weight, 1e-5).any()
+    np.testing.assert_allclose(rms_norm(XP, TILES, weight, 1e-5), expected, rtol=1e-5)
+    assert not rms_norm(XP, np.zeros_like(TILES), weight, 1e-5).any()
 
 
 def test_swiglu_even_where_the_gate_is_far_below_zero() -> None:
@@ -31,7 +33,7 @@ def test_swiglu_even_where_the_gate_is_far_below_zero() -> None:
     x = TILES.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)
-    out = swiglu(TILES, fused)
+    out = swiglu(XP, TILES, fused)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-4)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.engine_adapter.paged.model.arrays import HOST
 from kvstrata.engine_adapter.paged.model.rows import TILE, Batch, GroupBatch, RowLayout, multiply
 
 POSITIONS = st.lists(st.integers(0, 10_000), max_size=100)
@@ -38,11 +39,11 @@ def test_a_row_of_a_product_depends_on_its_position_alone(positions: list[int], 
     weight = rng.standard_normal((40, 24), dtype=np.float32)
     where = np.array(positions)
     values = rng.standard_normal((len(positions), 40), dtype=np.float32)
-    together = RowLayout(where).gather(multiply(RowLayout(where).scatter(values), weight))
+    together = RowLayout(where).gather(multiply(HOST.xp, RowLayout(where).scatter(values), weight))
     index = int(rng.integers(len(positions)))
     lonely = RowLayout(where[index : index + 1])
     assert np.array_equal(
-        lonely.gather(multiply(lonely.scatter(values[index : index + 1]), weight))[0], together[index]
+        lonely.gather(multiply(HOST.xp, lonely.scatter(values[index : index + 1]), weight))[0], together[index]
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import threadpoolctl
 
 from kvstrata.engine_adapter.connector import worker_side
-from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, JobKind, JobOutcome
+from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, GroupBlocks, Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig
@@ -20,9 +20,11 @@ from kvstrata.engine_adapter.paged.model.collective_base import NoCollective
 from kvstrata.engine_adapter.paged.model.llama import Llama
 from kvstrata.engine_adapter.paged.model.rows import F32, Batch
 from kvstrata.engine_adapter.paged.outputs import NewRequest, SchedulerOutput
+from kvstrata.engine_adapter.paged.ranks import worker as worker_module
 from kvstrata.engine_adapter.paged.ranks.worker import Worker
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import InvalidArgument
+from tests.engine_adapter.paged.model.strict_device import StrictArrays, storage_of
 
 CACHE = CacheConfig(num_blocks=20)
 MODEL = ModelConfig(max_model_len=128)
@@ -114,6 +116,29 @@ def test_loads_begin_before_the_model_and_stores_after_it(
     assert connector.calls == ["forward_ended", "take_output"]
     worker.close()
     assert connector.calls[-1] == "close"
+
+
+def test_on_a_device_stores_find_their_blocks_in_host_memory(
+    side: list[ScriptedSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Worker(EngineConfig(model=MODEL, cache=CACHE), 0, NoCollective())
+    expected = plain.execute(step())
+    monkeypatch.setattr(worker_module, "make_arrays", lambda device, rank: StrictArrays())
+    config = EngineConfig(model=MODEL, cache=CACHE, pool=PoolConfig(masters="127.0.0.1:1"), device="cuda")
+    worker = Worker(config, 0, NoCollective(), "ipc://somewhere")
+    blocks = GroupBlocks(group=0, hashes=bytes(worker.shape.layout.hash_bytes), block_ids=[3])
+    store = Job(job_id=4, kind=JobKind.STORE, request_id="a", cache_salt="", groups=[blocks], deadline_s=1.0)
+    meta = ConnectorMeta(stores=[store])
+    result = worker.execute(step(meta))
+    assert result.sampled == expected.sampled
+    assert side[0].calls == [meta, "forward_ended", "take_output"]
+    assert np.array_equal(storage_of(worker.kv.buffer), plain.kv.buffer)
+    found = np.zeros(len(side[0].memory), np.uint8)
+    for start, length in worker.shape.layout.descriptors(0)[3]:
+        found[start : start + length] = plain.kv.buffer[start : start + length]
+    assert found.any() and np.array_equal(side[0].memory, found)
+    worker.close()
+    plain.close()
 
 
 def test_only_rank_0_answers_lookups(side: list[ScriptedSide]) -> None:
