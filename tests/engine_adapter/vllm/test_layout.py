@@ -1,0 +1,118 @@
+"""From vLLM's KV cache groups to the pool's layout, and what engines must agree on to share blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.vllm.identity import Identity, model_identity, weights_digest
+from kvstrata.engine_adapter.vllm.layout import make_layout
+from tests.engine_adapter.vllm.stand_ins import (
+    CacheGroup,
+    FullAttentionSpec,
+    HfConfig,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    ModelConfig,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+IDENTITY = Identity(model="m", kv="float32/auto/cpu", hashes="vllm 0.32/sha256_cbor")
+
+
+def layout_of(*groups: CacheGroup, identity: Identity = IDENTITY, kv_layout: str = "LBHNC") -> PoolLayout:
+    config = KVCacheConfig(list(groups), kv_cache_layout=kv_layout)
+    return make_layout(config, identity, hash_bytes=32, tensor_parallel=2)
+
+
+def test_one_group() -> None:
+    layout = layout_of(CacheGroup(["a", "b"], FullAttentionSpec()))
+    assert layout.block_bytes(0) == 256
+    assert (layout.hash_block_tokens, layout.hash_bytes, layout.aligned_tokens, layout.shard_count) == (16, 32, 16, 2)
+    assert layout.groups[0].poolable and layout.groups[0].window_tokens == 0
+
+
+def test_a_window_beside_full_attention() -> None:
+    layout = layout_of(
+        CacheGroup(["a"], FullAttentionSpec(block_size=32)), CacheGroup(["b"], SlidingWindowSpec(block_size=16))
+    )
+    assert [group.window_tokens for group in layout.groups] == [0, 32]
+    assert layout.aligned_tokens == 32
+    assert layout.groups[0].fingerprint != layout.groups[1].fingerprint
+
+
+def test_layers_of_several_sizes_in_one_group() -> None:
+    specs = {"a": MLAAttentionSpec(page_size_bytes=100), "b": MLAAttentionSpec(page_size_bytes=28)}
+    layout = layout_of(CacheGroup(["a", "b"], UniformTypeKVCacheSpecs(specs)))
+    assert layout.block_bytes(0) == 128 and layout.groups[0].poolable
+
+
+def test_a_rank_says_how_many_bytes_its_blocks_have() -> None:
+    config = KVCacheConfig([CacheGroup(["a", "b"], FullAttentionSpec())])
+    layout = make_layout(config, IDENTITY, hash_bytes=32, tensor_parallel=1, block_bytes=[4096])
+    assert layout.block_bytes(0) == 4096
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), identity=Identity("n", IDENTITY.kv, IDENTITY.hashes)),
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), identity=Identity("m", "bfloat16", IDENTITY.hashes)),
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), identity=Identity("m", IDENTITY.kv, "vllm 0.31")),
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), kv_layout="LBNHC"),
+        layout_of(CacheGroup(["b"], FullAttentionSpec())),
+        layout_of(CacheGroup(["a"], SlidingWindowSpec())),
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), CacheGroup(["b"], FullAttentionSpec())),
+    ],
+)
+def test_whatever_differs_shares_nothing(other: PoolLayout) -> None:
+    mine = layout_of(CacheGroup(["a"], FullAttentionSpec()))
+    assert other.groups[0].fingerprint != mine.groups[0].fingerprint
+
+
+def make_folder(path: Path, weights: bytes) -> str:
+    path.mkdir()
+    (path / "config.json").write_text('{"hidden_size": 64}')
+    (path / "model.safetensors").write_bytes(weights)
+    return str(path)
+
+
+def test_weights_are_told_by_content_not_by_path(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 512
+    one = model_identity(ModelConfig(make_folder(tmp_path / "one", weights)), "auto")
+    two = model_identity(ModelConfig(make_folder(tmp_path / "two", weights)), "auto")
+    changed = model_identity(ModelConfig(make_folder(tmp_path / "three", weights[:-1] + b"x")), "auto")
+    assert one == two != changed
+
+
+def test_small_and_empty_files_are_read_whole(tmp_path: Path) -> None:
+    digests = {weights_digest(Path(make_folder(tmp_path / str(size), b"x" * size))) for size in (0, 1, 2)}
+    assert len(digests) == 3
+
+
+def test_a_name_counts_with_its_revision() -> None:
+    plain, revised = ModelConfig("org/model"), ModelConfig("org/model", revision="abc")
+    assert model_identity(plain, "auto") != model_identity(revised, "auto")
+    quantized = ModelConfig("org/model", quantization="fp8")
+    assert model_identity(plain, "auto") != model_identity(quantized, "auto")
+
+
+def test_an_overridden_configuration_is_another_model_and_a_version_is_not() -> None:
+    base = ModelConfig("org/model", hf_config=HfConfig(rope_theta=1e4, transformers_version="4"))
+    same = ModelConfig("org/model", hf_config=HfConfig(rope_theta=1e4, transformers_version="5"))
+    other = ModelConfig("org/model", hf_config=HfConfig(rope_theta=5e5, transformers_version="4"))
+    assert model_identity(base, "auto") == model_identity(same, "auto") != model_identity(other, "auto")
+
+
+def test_a_namespace_replaces_name_and_weights_only() -> None:
+    one, two = ModelConfig("org/one"), ModelConfig("org/two")
+    assert model_identity(one, "auto", "ours") == model_identity(two, "auto", "ours")
+    assert model_identity(one, "auto", "ours") != model_identity(one, "auto", "theirs")
+
+
+def test_random_weights_are_told_by_their_seed() -> None:
+    one, two = ModelConfig("org/one"), ModelConfig("org/one", seed=1)
+    assert model_identity(one, "dummy") != model_identity(two, "dummy")
