@@ -37,8 +37,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """All of an engine's groups over one set of tensors. The same for every rank but the bytes' content.
 
     ``hash_block_tokens`` divides every group's ``block_tokens``; the hash of a group's block is the request's
-    hash at its last hash block. ``aligned_tokens``: hits are multiples of it. ``shard_count`` ranks hold a
-    shard each.
+    hash at its last hash block. ``aligned_tokens``: hits are multiples of it. ``shard_count`` shards,
+    each held alike by ``replicas`` ranks that follow each other.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -50,6 +50,12 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     hash_bytes: int
     aligned_tokens: int
     shard_count: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many report each job."""
+        return self.shard_count * self.replicas
 
     @property
     def memory_bytes(self) -> int:

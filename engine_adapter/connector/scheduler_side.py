@@ -62,7 +62,7 @@ class PoolSchedulerSide:
         self.layout = layout
         self.config = config
         self.policy = LoadOrCompute(config.load_policy, config.load_deadline_ms / 1000, layout.aligned_tokens)
-        self.ledger = JobLedger(layout.shard_count, holder, clock)
+        self.ledger = JobLedger(layout.ranks, holder, clock)
         self.offers = OfferedBlocks()
         self._clock = clock
         self._lookups = lookups

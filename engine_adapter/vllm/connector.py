@@ -121,7 +121,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """The scheduler's half begins here: it needs references on vLLM's blocks."""
         layout = self._layout()
         side = make_scheduler_side(layout, self._pool_config, self._endpoint(), PoolBlockHolder(gpu_block_pool))
-        self._planner = StepPlanner(side, aligned_tokens=layout.aligned_tokens, ranks=layout.shard_count)
+        self._planner = StepPlanner(side, aligned_tokens=layout.aligned_tokens, ranks=layout.ranks)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -171,16 +171,17 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         names = [group.layer_names for group in groups]
         memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks)
         block_bytes = [int(table[0, :, 1].sum()) for table in memory.tables]
-        rank = _tensor_parallel_rank()
+        layout, rank = self._layout(block_bytes), _tensor_parallel_rank()
+        shard, replica = divmod(rank, layout.replicas)
         side = make_worker_side(
-            self._layout(block_bytes),
+            layout,
             self._pool_config,
-            rank=rank,
-            endpoint=self._endpoint(),
+            rank=shard,
+            endpoint=self._endpoint() if rank == 0 else "",
             name=f"vllm-{self._kv_transfer_config.engine_id}",
             engine_memory=memory,
         )
-        self._runner = StepRunner(side, rank, by_blocks=len(groups) == 1)
+        self._runner = StepRunner(side, rank, by_blocks=len(groups) == 1, stores=replica == 0)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

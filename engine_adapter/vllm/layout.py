@@ -73,13 +73,16 @@ def make_layout(
     block_bytes: Sequence[int] = (),
 ) -> PoolLayout:
     """The same for the scheduler and all ranks, but for ``block_bytes``, which a rank knows of its tensors (one entry
-    a group) and the scheduler takes from the specs."""
+    a group) and the scheduler takes from the specs. KV that ranks hold alike (MLA, fewer KV heads than ranks) is one
+    shard, so that engines of several sizes share it."""
     groups = config.kv_cache_groups
+    replicas = max(1, getattr(config, "kv_tp_replicas", 1))
+    shards = tensor_parallel // replicas
     hash_block_tokens = config.hash_block_size or math.gcd(*(group.kv_cache_spec.block_size for group in groups))
     return PoolLayout(
         groups=tuple(
             GroupLayout(
-                fingerprint=_fingerprint(config, index, identity),
+                fingerprint=_fingerprint(config, index, identity, shards),
                 block_tokens=group.kv_cache_spec.block_size,
                 layers=len(group.layer_names),
                 window_tokens=window_tokens(group.kv_cache_spec),
@@ -95,7 +98,8 @@ def make_layout(
         hash_block_tokens=hash_block_tokens,
         hash_bytes=hash_bytes,
         aligned_tokens=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
-        shard_count=tensor_parallel,
+        shard_count=shards,
+        replicas=replicas,
     )
 
 
@@ -106,15 +110,17 @@ def _block_bytes(group: Group) -> int:
     return len(group.layer_names) * group.kv_cache_spec.page_size_bytes
 
 
-def _fingerprint(config: CacheConfig, index: int, identity: Identity) -> str:
+def _fingerprint(config: CacheConfig, index: int, identity: Identity, shards: int) -> str:
     group = config.kv_cache_groups[index]
-    kinds = sorted({type(each).__name__ for each in layer_specs(group.kv_cache_spec)})
+    spec = group.kv_cache_spec
+    kinds = "+".join(sorted({type(each).__name__ for each in layer_specs(spec)}))
     return fingerprint_text(
         ("model", identity.model),
         ("kv", identity.kv),
         ("pages", f"vllm/{PAGES_VERSION} {config.kv_cache_layout}"),
         ("hash", identity.hashes),
         ("group", f"{index} of {len(config.kv_cache_groups)}"),
-        ("spec", f"{'+'.join(kinds)}({window_tokens(group.kv_cache_spec)})"),
+        ("spec", f"{kinds}({spec.block_size} tokens, {spec.page_size_bytes} bytes, window {window_tokens(spec)})"),
+        ("shards", str(shards)),
         ("layers", ",".join(group.layer_names)),
     )

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvstrata.engine_adapter.connector.base import ConnectorOutput, Job, JobKind, JobOutcome, WorkerSide
 from kvstrata.engine_adapter.vllm.messages import RankReport, StepMeta, decode_meta, encode
 
@@ -26,15 +28,23 @@ class StepRunner:
     """Used from the model runner's thread only.
 
     ``by_blocks``: failures are told as block ids (the only way to keep a partial load), which are ambiguous with more
-    than one KV cache group; then they are told by request.
+    than one KV cache group; then they are told by request. ``stores`` False: another rank stores the same KV.
     """
 
     def __init__(
-        self, side: WorkerSide, rank: int, *, by_blocks: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        side: WorkerSide,
+        rank: int,
+        *,
+        by_blocks: bool,
+        stores: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._side = side
         self._rank = rank
         self._by_blocks = by_blocks
+        self._stores = stores
+        self._left_to_others: list[JobOutcome] = []
         self._clock = clock
         self._loads: dict[int, Job] = {}
         self._failed_blocks: set[int] = set()
@@ -55,6 +65,9 @@ class StepRunner:
         if meta.jobs:
             jobs = decode_meta(meta.jobs)
             self._loads.update((job.job_id, job) for job in jobs.loads)
+            if not self._stores:
+                self._left_to_others += [_nothing_to_do(job) for job in jobs.stores]
+                jobs = msgspec.structs.replace(jobs, stores=[])
             self._side.start(jobs)
 
     def forward_ended(self) -> None:
@@ -91,10 +104,21 @@ class StepRunner:
         """A :class:`RankReport` of this step."""
         tokens, seconds = self._measured
         self._measured = (0, 0.0)
-        return encode(RankReport(output=self._output, prefill_tokens=tokens, forward_s=seconds))
+        output, others = self._output, self._left_to_others
+        if others:
+            output = msgspec.structs.replace(output, outcomes=[*output.outcomes, *others])
+            self._left_to_others = []
+        return encode(RankReport(output=output, prefill_tokens=tokens, forward_s=seconds))
 
     def close(self) -> None:
         self._side.close()
+
+
+def _nothing_to_do(store: Job) -> JobOutcome:
+    """This rank's part of a store that another one makes: done."""
+    return JobOutcome(
+        job_id=store.job_id, kind=store.kind, done=b"\1" * sum(len(entry.block_ids) for entry in store.groups)
+    )
 
 
 def _missing(job: Job, outcome: JobOutcome) -> list[int]:

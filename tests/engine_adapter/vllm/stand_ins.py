@@ -59,6 +59,7 @@ class KVCacheConfig:
     num_blocks: int = 8
     kv_cache_layout: str | None = "LBHNC"
     hash_block_size: int | None = 16
+    kv_tp_replicas: int = 1
 
 
 @dataclass

@@ -23,9 +23,11 @@ from tests.engine_adapter.vllm.stand_ins import (
 IDENTITY = Identity(model="m", kv="float32/auto/cpu", hashes="vllm 0.32/sha256_cbor")
 
 
-def layout_of(*groups: CacheGroup, identity: Identity = IDENTITY, kv_layout: str = "LBHNC") -> PoolLayout:
-    config = KVCacheConfig(list(groups), kv_cache_layout=kv_layout)
-    return make_layout(config, identity, hash_bytes=32, tensor_parallel=2)
+def layout_of(
+    *groups: CacheGroup, identity: Identity = IDENTITY, kv_layout: str = "LBHNC", ranks: int = 2, replicas: int = 1
+) -> PoolLayout:
+    config = KVCacheConfig(list(groups), kv_cache_layout=kv_layout, kv_tp_replicas=replicas)
+    return make_layout(config, identity, hash_bytes=32, tensor_parallel=ranks)
 
 
 def test_one_group() -> None:
@@ -64,6 +66,9 @@ def test_a_rank_says_how_many_bytes_its_blocks_have() -> None:
         layout_of(CacheGroup(["a"], FullAttentionSpec()), identity=Identity("m", IDENTITY.kv, "vllm 0.31")),
         layout_of(CacheGroup(["a"], FullAttentionSpec()), kv_layout="LBNHC"),
         layout_of(CacheGroup(["b"], FullAttentionSpec())),
+        layout_of(CacheGroup(["a"], FullAttentionSpec(block_size=32))),
+        layout_of(CacheGroup(["a"], FullAttentionSpec(page_size_bytes=256))),
+        layout_of(CacheGroup(["a"], FullAttentionSpec()), ranks=4),
         layout_of(CacheGroup(["a"], SlidingWindowSpec())),
         layout_of(CacheGroup(["a"], FullAttentionSpec()), CacheGroup(["b"], FullAttentionSpec())),
     ],
@@ -71,6 +76,15 @@ def test_a_rank_says_how_many_bytes_its_blocks_have() -> None:
 def test_whatever_differs_shares_nothing(other: PoolLayout) -> None:
     mine = layout_of(CacheGroup(["a"], FullAttentionSpec()))
     assert other.groups[0].fingerprint != mine.groups[0].fingerprint
+
+
+def test_kv_that_ranks_hold_alike_is_one_shard_for_engines_of_any_size() -> None:
+    four = layout_of(CacheGroup(["a"], MLAAttentionSpec()), ranks=4, replicas=4)
+    one = layout_of(CacheGroup(["a"], MLAAttentionSpec()), ranks=1)
+    assert (four.shard_count, four.replicas, four.ranks) == (1, 4, 4)
+    assert four.groups[0].fingerprint == one.groups[0].fingerprint
+    pairs = layout_of(CacheGroup(["a"], FullAttentionSpec()), ranks=4, replicas=2)
+    assert (pairs.shard_count, pairs.ranks) == (2, 4)
 
 
 def make_folder(path: Path, weights: bytes) -> str:

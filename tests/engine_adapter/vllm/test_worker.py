@@ -129,3 +129,13 @@ def test_the_rank_and_the_end(side: FakeSide) -> None:
     assert steps.rank == 3
     steps.close()
     assert side.calls == ["closed"]
+
+
+def test_a_rank_whose_kv_another_one_stores_says_done_and_loads_all_the_same(side: FakeSide) -> None:
+    steps = StepRunner(side, 1, by_blocks=True, stores=False)
+    steps.begin(meta(job(1, JobKind.LOAD, 4), job(2, JobKind.STORE, 5, 6)))
+    assert side.calls == ["start [1]"]
+    assert steps.transfer_results() == (set(), set())
+    (outcome,) = decode_report(steps.report()).output.outcomes
+    assert (outcome.job_id, outcome.kind, outcome.done) == (2, JobKind.STORE, b"\1\1")
+    assert decode_report(steps.report()).output.outcomes == []
