@@ -26,10 +26,12 @@ from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
 from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
+from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
 from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
 from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
+from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.engine_adapter.vllm.worker import StepRunner
@@ -85,6 +87,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._check(warn=role == KVConnectorRole.SCHEDULER)
         self._planner: StepPlanner | None = None
         self._runner: StepRunner | None = None
+        self._figures = ChangedFigures()
         if role == KVConnectorRole.WORKER:
             _allow_amx()
 
@@ -153,6 +156,30 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def has_pending_push_work(self) -> bool:
         """Keeps an engine without requests stepping until the stores under way have ended."""
         return self._planner is not None and self._planner.has_pending_work()
+
+    def get_kv_connector_stats(self) -> KVStrataStats | None:
+        """What changed since the last step; the scheduler's half counts for all ranks."""
+        figures = self._figures.take(self._planner.stats()) if self._planner is not None else None
+        return KVStrataStats(data=figures) if figures else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStrataStats:
+        return KVStrataStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStrataMetrics:
+        return KVStrataMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def reset_cache(self) -> bool:
+        """The pool's blocks stay: no engine may forget what others use. Tells vLLM so."""
+        log.error("reset_external is not offered: the pool keeps its blocks; restart with another namespace setting")
+        return False
 
     @property
     def _scheduler(self) -> StepPlanner:
