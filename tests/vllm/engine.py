@@ -124,6 +124,10 @@ class VllmEngine:
     def metrics(self) -> dict[str, float]:
         return self._ask({"op": "metrics"}, ANSWER_S)
 
+    def counters(self) -> dict[str, float]:
+        """Of the connector: see docs/engine.md, ``kvstrata:connector_*``."""
+        return self._ask({"op": "counters"}, ANSWER_S)
+
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

@@ -100,6 +100,13 @@ class Engine:
                 found[name] = float(value)
         return found
 
+    def counters(self) -> dict[str, float]:
+        """The connector's own, of the scheduler's half; under MultiConnector, of the child that is ours."""
+        connector = self._scheduler.connector
+        ours = [each for each in getattr(connector, "sub_connectors", [connector]) if hasattr(each, "_planner")]
+        found: dict[str, float] = ours[0]._planner.stats()
+        return found
+
     def stop(self) -> dict[str, Any]:
         """What vLLM does when its process ends well: connectors are shut down."""
         self._engine.engine_core.shutdown()
