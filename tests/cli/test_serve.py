@@ -228,3 +228,12 @@ def refused(*arguments: str) -> tuple[int, str]:
     env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     return done.returncode, done.stderr
+
+
+def test_a_device_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise ImportError('none here')")
+    command = [sys.executable, "-m", "kvstrata.cli.app", "serve", *SMALL, "--device", "cuda"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "install kvstrata[gpu]" in ended.stderr and "Traceback" not in ended.stderr

@@ -14,8 +14,10 @@ import pytest
 from kvstrata.engine_adapter.paged.config import EngineConfig
 from kvstrata.engine_adapter.paged.model.arrays import HOST, ArrayModule, make_arrays
 from kvstrata.engine_adapter.paged.model.collective_base import NoCollective
+from kvstrata.engine_adapter.paged.model.weights import load_config, load_weights
 from kvstrata.engine_adapter.paged.ranks.worker import Worker
 from kvstrata.proto.errors import InvalidArgument
+from tests.engine_adapter.paged.model.strict_device import StrictArrays
 
 
 class CUDARuntimeError(RuntimeError):
@@ -109,3 +111,13 @@ def test_an_engine_on_the_host_never_imports_cupy() -> None:
 def test_numpy_has_what_the_model_takes() -> None:
     missing = [name for name in vars(ArrayModule) if not name.startswith("_") and not hasattr(np, name)]
     assert not missing
+
+
+def test_a_device_has_keys_of_its_own() -> None:
+    """Its products have other bits than the host's: what one stored is not the other's."""
+    config = load_config("tiny", 512)
+    on_host = load_weights("tiny", config).identity
+    arrays = StrictArrays()
+    assert load_weights("tiny", config, arrays=arrays).identity == on_host
+    arrays.numerics = "cupy-1/GPU"
+    assert load_weights("tiny", config, arrays=arrays).identity == f"{on_host}/cupy-1/GPU"
