@@ -39,6 +39,7 @@ def test_a_block_is_all_of_its_elements_once(order: tuple[int, ...]) -> None:
 
 def test_blocks_that_are_contiguous_are_one_piece() -> None:
     assert block_pieces(tensor_in((0, 1, 2, 3)), BLOCKS).shape == (BLOCKS, 1, 2)
+    assert block_pieces(tensor_in((0, 3, 1, 2)), BLOCKS).shape == (BLOCKS, 1, 2)
     assert block_pieces(tensor_in((1, 0, 2, 3)), BLOCKS).shape == (BLOCKS, HEADS, 2)
 
 

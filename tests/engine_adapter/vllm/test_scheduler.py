@@ -199,3 +199,17 @@ def test_the_rate_of_prefill_is_that_of_steps_that_mostly_prefill() -> None:
 def test_a_block_pool_without_references_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument, match=r"block pool has no blocks, touch, free_blocks.*0\.30"):
         PoolBlockHolder(object())  # type: ignore[arg-type]
+
+
+def test_a_finished_request_is_forgotten_and_its_name_may_come_back() -> None:
+    vllm = Scheduling()
+    first = vllm.request()
+    vllm.planner.request_finished(first)
+    vllm.planner.request_finished(first)
+    second = vllm.request()
+    assert len(vllm.lookups.asked) == 2
+    vllm.answer(1)
+    assert vllm.planner.get_num_new_matched_tokens(second, 0) == (4, True)
+    third = vllm.request()  # queued again without an end: the newer one counts
+    vllm.answer(2)
+    assert vllm.planner.get_num_new_matched_tokens(third, 0) == (8, True)
