@@ -45,6 +45,8 @@ def measure(tokens: int, rounds: int, dtype: str, policy: str, folder: Path) -> 
         connected = wanted | {"kv_transfer_config": transfer(pool.address, load_policy=policy, load_deadline_ms=30_000)}
         for name, options in (("plain", wanted), ("writer", connected), ("reader", connected)):
             engines.append(VllmEngine(folder / f"{name}.log", options))
+        for engine in engines[1:]:
+            engine.wait_attached()
         rows = [one_round(engines, prompt) for prompt in draw(rounds + 1, seed=1, length=tokens)]
     finally:
         for engine in engines:

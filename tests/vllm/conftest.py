@@ -64,7 +64,9 @@ def open_shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def open_engine(model: Path, tmp_path: Path) -> Iterator[OpenEngine]:
-    """``open_engine(masters, changed={...}, **extra)``: an engine on a pool, ended with the test."""
+    """``open_engine(masters, changed={...}, **extra)``: an engine on a pool, ended with the test.
+
+    ``attached=False``: there is no pool to wait for."""
     yield from _opener(model, tmp_path)
 
 
@@ -76,10 +78,13 @@ def _opener(model: Path, folder: Path) -> Iterator[OpenEngine]:
         *,
         changed: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        attached: bool = True,
         **extra: Any,
     ) -> VllmEngine:
         wanted = arguments(model, kv_transfer_config=transfer(masters, **extra)) | (changed or {})
         engines.append(VllmEngine(folder / f"vllm{len(engines)}.log", wanted, environment))
+        if attached:
+            engines[-1].wait_attached()
         return engines[-1]
 
     yield open_engine

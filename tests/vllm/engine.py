@@ -70,15 +70,17 @@ def arguments(model: Path, **changed: Any) -> dict[str, Any]:
 
 def transfer(masters: str, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """``kv_transfer_config`` with a pool. Loads whatever it costs: on a model this small computing is faster.
+    Lookups may take long: a busy machine is not what is tested.
 
     ``role``: kv_consumer loads only. ``extra``: more of ``kv_connector_extra_config``.
     """
+    extra = {"masters": masters, "load_policy": "always", "lookup_deadline_ms": 5_000} | extra
     return {
         "kv_connector": "KVStrataConnector",
         "kv_connector_module_path": "kvstrata.engine_adapter.vllm",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"masters": masters, "load_policy": "always"} | extra,
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -123,6 +125,16 @@ class VllmEngine:
 
     def metrics(self) -> dict[str, float]:
         return self._ask({"op": "metrics"}, ANSWER_S)
+
+    def wait_attached(self) -> None:
+        """Until the pool answers its lookups: an engine that is just starting takes what it cannot ask for a miss."""
+        deadline = time.monotonic() + ANSWER_S
+        token = 3
+        while not self.counters()["lookups_answered"]:
+            assert time.monotonic() < deadline, self.counters()
+            self.generate([[token] * (BLOCK + 1)], max_tokens=1)
+            token += 1
+        self.settle()
 
     def counters(self) -> dict[str, float]:
         """Of the connector: see docs/engine.md, ``kvstrata:connector_*``."""

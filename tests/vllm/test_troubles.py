@@ -48,7 +48,7 @@ def test_a_pool_that_is_not_there_and_comes_later(tmp_path: Path, plain: Plain, 
     prompts = draw(2, seed=20, length=LENGTH)
     expected = plain(prompts)
     address = free_address()
-    engine = open_engine(address)
+    engine = open_engine(address, attached=False)
     assert serve(engine, prompts, expected) == 0
     late = RealPool.__new__(RealPool)
     late._base, late._dram, late.daemons = tmp_path, "128MiB", {}
@@ -97,6 +97,8 @@ def test_a_node_that_is_killed_while_loads_are_under_way(
     assert reader.generate(prompts).tokens == expected
     killer.join()
     reader.settle()
+    found = reader.counters()
+    assert found["load_tokens"] < found["load_tokens_asked"], f"no load was hurt: the test shows nothing: {found}"
 
 
 def test_a_pool_slower_than_the_deadline_is_not_waited_for(
