@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -26,6 +23,7 @@ from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
 from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
+from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
 from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
@@ -48,9 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = get_logger(__name__)
-
-#: Folder of the sockets at which workers answer their scheduler's lookups, below the folder for temporary files.
-SOCKETS: Final = "kvstrata-vllm-{uid}"
 
 
 @dataclass
@@ -123,6 +118,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """The scheduler's half begins here: it needs references on vLLM's blocks."""
         layout = self._layout()
+        remove_stale(self._endpoint())
         side = make_scheduler_side(layout, self._pool_config, self._endpoint(), PoolBlockHolder(gpu_block_pool))
         self._planner = StepPlanner(side, aligned_tokens=layout.aligned_tokens, ranks=layout.ranks)
 
@@ -267,13 +263,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         )
 
     def _endpoint(self) -> str:
-        """Where rank 0 answers the scheduler's lookups: a socket that only this user can reach."""
-        folder = Path(tempfile.gettempdir()) / SOCKETS.format(uid=os.getuid())
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-            raise InvalidArgument(f"{folder} is open to other users, or theirs: remove it, or set TMPDIR")
-        engine = hashlib.sha256(str(self._kv_transfer_config.engine_id).encode()).hexdigest()[:24]
-        return f"ipc://{folder / engine}"
+        return lookup_endpoint(str(self._kv_transfer_config.engine_id))
 
 
 def _tensor_parallel_rank() -> int:
