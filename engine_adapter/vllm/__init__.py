@@ -32,4 +32,13 @@ def __getattr__(name: str) -> object:
         from kvstrata.engine_adapter.vllm import connector
     except ImportError as error:
         raise ImportError(f"this vLLM has another connector interface than 0.30 and newer: {error}") from error
+    _register(name)
     return connector.KVStrataConnector
+
+
+def _register(name: str) -> None:
+    """MultiConnector looks the statistics of its children up by name, also of those that were loaded by a path."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, __name__, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_as_vllm()
         transfer = self._kv_transfer_config
         self.settings = read_settings(transfer.kv_connector_extra_config)
         self._pool_config = self.settings.pool_config(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
@@ -270,6 +272,15 @@ def _tensor_parallel_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def _log_as_vllm() -> None:
+    """Our lines go where vLLM's go, from the same level on, unless somebody has decided otherwise."""
+    ours, theirs = logging.getLogger("kvstrata"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 def _device_kind() -> str:

@@ -73,8 +73,8 @@ def make_layout(
     block_bytes: Sequence[int] = (),
 ) -> PoolLayout:
     """The same for the scheduler and all ranks, but for ``block_bytes``, which a rank knows of its tensors (one entry
-    a group) and the scheduler takes from the specs. KV that ranks hold alike (MLA, fewer KV heads than ranks) is one
-    shard, so that engines of several sizes share it."""
+    a group) and the scheduler takes from the specs. KV that ranks hold alike, as vLLM counts it (of MLA, in 0.32), is
+    one shard, so that engines of several sizes share it."""
     groups = config.kv_cache_groups
     replicas = max(1, getattr(config, "kv_tp_replicas", 1))
     shards = tensor_parallel // replicas

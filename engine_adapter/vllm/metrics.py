@@ -17,7 +17,7 @@ class KVStrataStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ther
     """``data``: see figures.py."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data = added(self.data, other.data)

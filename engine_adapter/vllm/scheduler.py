@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvstrata.engine_adapter.connector.base import BlockIds, Computed, ConnectorOutput, SchedulerSide
 from kvstrata.engine_adapter.vllm.messages import RankReport, StepMeta, decode_report, encode
 from kvstrata.engine_adapter.vllm.requests import RequestView, VllmRequest
-from kvstrata.proto.logs import get_logger
 
-log = get_logger(__name__)
+#: Prefill tokens of a step that is measured.
+MEASURED_TOKENS_MIN: Final = 64
 
 
 class BlockState(Protocol):
@@ -90,8 +90,8 @@ class StepPlanner:
                 prefill += tokens
         meta = self._side.build_meta(computed)
         total = sum(step.num_scheduled_tokens.values())
-        # A step that also decodes takes longer for it: its rate would be too low, but never by more than half.
-        measured = prefill if 2 * prefill >= total else 0
+        # A step that mostly decodes, or computes little, says nothing of how fast prefill is.
+        measured = prefill if prefill >= MEASURED_TOKENS_MIN and 2 * prefill >= total else 0
         return StepMeta(jobs=encode(meta) if meta is not None else b"", tokens=total, prefill_tokens=measured)
 
     def update_connector_output(self, reports: Mapping[int, bytes]) -> None:

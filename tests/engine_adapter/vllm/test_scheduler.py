@@ -94,7 +94,7 @@ def test_full_blocks_are_stored_as_they_are_computed_and_held_although_the_reque
     vllm.tables["r"] = ([21, 22, 23, 24, 25],)
     meta, jobs = vllm.step((request, 10))
     (store,) = jobs.stores
-    assert store.groups[0].block_ids == [21, 22] and (meta.tokens, meta.prefill_tokens) == (10, 10)
+    assert store.groups[0].block_ids == [21, 22] and (meta.tokens, meta.prefill_tokens) == (10, 0)
     vllm.planner.request_finished(request)
     assert vllm.pool.held() == {21: 1, 22: 1}
     vllm.ended(store.job_id, JobKind.STORE, b"\1\1")
@@ -185,13 +185,13 @@ def test_a_rank_that_says_nothing_is_as_it_was() -> None:
 
 def test_the_rate_of_prefill_is_that_of_steps_that_mostly_prefill() -> None:
     vllm = Scheduling()
-    request = vllm.request(blocks=8)
-    vllm.tables["r"] = ([*range(20, 30)],)
-    meta, _ = vllm.step((request, 20))
-    assert meta.prefill_tokens == 20
-    report = RankReport(output=ConnectorOutput(), prefill_tokens=20, forward_s=0.5)
+    request = vllm.request(blocks=40)
+    vllm.tables["r"] = ([*range(20, 64)],)
+    assert vllm.step((request, 63))[0].prefill_tokens == 0, "too little to be measured"
+    assert vllm.step((request, 64))[0].prefill_tokens == 64
+    report = RankReport(output=ConnectorOutput(), prefill_tokens=64, forward_s=0.5)
     vllm.planner.update_connector_output({0: encode(report)})
-    assert vllm.planner.stats()["prefill_tokens_s"] == 40
+    assert vllm.planner.stats()["prefill_tokens_s"] == 128
     request.num_computed_tokens = request.num_tokens - 1
     assert vllm.step((request, 1))[0].prefill_tokens == 0
 
