@@ -132,7 +132,7 @@ class VllmEngine:
         token = 3
         while not self.counters()["lookups_answered"]:
             assert time.monotonic() < deadline, self.counters()
-            self.generate([[token] * (BLOCK + 1)], max_tokens=1)
+            self.generate([[token] * (4 * BLOCK + 1)], max_tokens=1)  # a block, also at vLLM's default size
             token += 1
         self.settle()
 
