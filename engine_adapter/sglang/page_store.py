@@ -1,0 +1,81 @@
+"""Pages in the pool: asked for, loaded, stored. Whatever is wrong with the pool is a miss here, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstrata.client import BlockStatus, LoadResult, Lookup, PoolNamespace, StoreResult
+from kvstrata.engine_adapter.sglang.host_pages import HostPages, Indices
+from kvstrata.engine_adapter.sglang.page_keys import page_hash, page_hashes
+from kvstrata.proto.errors import KVError
+from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.regions import BlockView, Region
+
+log = get_logger(__name__)
+
+
+class PageClient(Protocol):
+    """What is used of :class:`kvstrata.client.Client`."""
+
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
+    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
+    def store(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: bytes,
+        blocks: BlockView,
+        parent: bytes | None,
+        first_index: int,
+    ) -> StoreResult: ...
+
+
+class PageStore:
+    """Pages of one host pool, by SGLang's names of them. Thread-safe as far as the client is.
+
+    All of it is under the empty salt: a tenant's salt is part of the names already.
+    """
+
+    def __init__(self, client: PageClient, namespace: PoolNamespace, region: Region, pages: HostPages) -> None:
+        self._client, self._namespace, self._region, self._pages = client, namespace, region, pages
+
+    def hit_pages(self, keys: Sequence[str]) -> int:
+        """Length of the prefix of ``keys`` that every rank's shard has. 0 when nobody can be asked."""
+        if not keys:
+            return 0
+        try:
+            return self._client.lookup(self._namespace, "", page_hashes(keys)).hit_blocks or 0
+        except KVError as error:
+            log.warning("pages_not_looked_up", pages=len(keys), error=str(error))
+            return 0
+
+    def load(self, keys: Sequence[str], indices: Indices) -> list[bool]:
+        """Read each page into its slots; where False, they may hold garbage."""
+        if not keys:
+            return []
+        try:
+            blocks = self._region.view(self._namespace, self._pages.offsets(indices))
+            return list(map(bool, self._client.load(self._namespace, "", page_hashes(keys), blocks).loaded))
+        except KVError as error:
+            log.warning("pages_not_loaded", pages=len(keys), error=str(error))
+            return [False] * len(keys)
+
+    def store(self, keys: Sequence[str], indices: Indices, before: Sequence[str] = ()) -> list[bool]:
+        """Offer each page; ``before`` are the names before the first in its chain, as far as they are known.
+
+        True also where another writer is storing the page now: SGLang gives up the rest of a chain at the first False.
+        """
+        if not keys:
+            return []
+        try:
+            blocks = self._region.view(self._namespace, self._pages.offsets(indices))
+            parent = page_hash(before[-1]) if before else None
+            result = self._client.store(self._namespace, "", page_hashes(keys), blocks, parent, len(before))
+        except KVError as error:
+            log.warning("pages_not_stored", pages=len(keys), error=str(error))
+            return [False] * len(keys)
+        done: list[bool] = np.logical_or(result.stored, result.status == BlockStatus.IN_FLIGHT).tolist()
+        return done
