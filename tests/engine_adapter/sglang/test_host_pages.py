@@ -53,6 +53,7 @@ def test_all_that_decides_the_bytes_is_in_the_name() -> None:
     spaces = [
         named(),
         named(ArrayPool("page_first")),
+        named(ArrayPool("page_first_direct")),  # pieces of the same sizes, in another order inside
         named(ArrayPool(page_size=8)),
         named(upper),
         named(half),
