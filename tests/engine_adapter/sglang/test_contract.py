@@ -174,3 +174,45 @@ def test_pools_beside_the_kv_and_clearing_are_refused(pool: RealPool) -> None:
     with pytest.raises(Refused, match="shared"):
         backend.clear()
     backend.close()
+
+
+def real_pool_host(layout: str, seed: int) -> Any:
+    """SGLang's own host pool for K and V: 3 layers, 64 slots in pages of 4, 2 heads of 8, in its own memory."""
+    info = pytest.importorskip("sglang.srt.mem_cache.device_pool_info", exc_type=ImportError)
+    mha = pytest.importorskip("sglang.srt.mem_cache.pool_host.mha", exc_type=ImportError)
+    layers = tuple(torch.zeros(64, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    pointers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
+    device = info.MHABufferInfo(
+        buffers=info.KVBuffers(
+            k=layers, v=layers, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=info.KVBufferLayout.NHD
+        ),
+        page_size=4,
+        head_num=2,
+        head_dim=8,
+        v_head_dim=8,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    host = mha.MHATokenToKVPoolHost(
+        device, 1.0, 0, 4, layout, pin_memory=False,
+        device_capacity_tokens=64, start_layer=0, end_layer=3, host_token_capacity=64,
+    )  # fmt: skip
+    host.kv_buffer.copy_(torch.randn(host.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)))
+    return host
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_pages_of_sglangs_own_host_pool(pool: RealPool, layout: str) -> None:
+    here, there = real_pool_host(layout, 1), real_pool_host(layout, 2)
+    writer, reader = created(pool.address, here), created(pool.address, there)
+    keys = chain(list(range(12)), 4)
+    source, target = (torch.from_numpy(ArrayPool().slots_of(*pages)) for pages in ((9, 2, 5), (0, 7, 3)))
+    kept = there.get_data_page(4).clone()
+    until(lambda: all(writer.batch_set_v1(keys, source)))
+    until(lambda: reader.batch_exists(keys) == 3)
+    until(lambda: all(reader.batch_get_v1(keys, target)))
+    for from_slot, to_slot in zip(source.tolist()[::4], target.tolist()[::4], strict=True):
+        assert torch.equal(there.get_data_page(to_slot), here.get_data_page(from_slot))
+    assert torch.equal(there.get_data_page(4), kept)
+    for backend in (writer, reader):
+        backend.close()
