@@ -37,7 +37,8 @@ def measure(tokens: int, rounds: int, dtype: str, policy: str, folder: Path) -> 
         block_size=BLOCK,
         max_model_len=tokens + 64,
         max_num_batched_tokens=2048,
-        kv_cache_memory_bytes=int(prompt_bytes * 1.25) + (64 << 20),
+        # Blocks held for stores are bounded by a part of the cache: what is past it would not be stored.
+        kv_cache_memory_bytes=prompt_bytes * 4,
     )
     pool = RealPool(folder, nodes=1, dram=f"{int(prompt_bytes * (rounds + 1) * 1.2) >> 20}MiB")
     engines: list[VllmEngine] = []
