@@ -53,9 +53,7 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
         _copy_each(target, source, length)
         return
     first, second = halves(target, source, length, total // 2)
-    other = _submit(partial(_copy_each, *second))
-    _copy_each(*first)
-    other.result()
+    _copy_both(partial(_copy_each, *first), partial(_copy_each, *second))
 
 
 def _copy_grid(grid: Grid, whole: bool) -> None:
@@ -63,9 +61,16 @@ def _copy_grid(grid: Grid, whole: bool) -> None:
         grid.copy()
         return
     first, second = grid.halves()
-    other = _submit(second.copy)
-    first.copy()
-    other.result()
+    _copy_both(first.copy, second.copy)
+
+
+def _copy_both(mine: Callable[[], None], others: Callable[[], None]) -> None:
+    """Both ended when it returns or raises: no byte lands after that."""
+    other = _submit(others)
+    try:
+        mine()
+    finally:
+        other.result()
 
 
 def _copy_each(target: Int64s, source: Int64s, length: Int64s) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.transfer import copier
 from kvstrata.transfer.copier import SPLIT_BYTES, copy
 from kvstrata.transfer.grids import Grid
 
@@ -64,3 +68,22 @@ def test_a_paged_layout_is_a_grid_and_what_is_none_is_not() -> None:
     assert Grid.found_in(target, source, length) is None
     assert Grid.found_in(target, source, np.arange(1, 49)) is None
     assert Grid.found_in(-target, source, length) is None
+
+
+def test_no_byte_lands_after_a_copy_has_raised() -> None:
+    """One half fails while the other still copies: the memory is the caller's again only when both have ended."""
+    began, may_end, landed = threading.Event(), threading.Event(), []
+
+    def fails() -> None:
+        assert began.wait(10)
+        threading.Timer(0.05, may_end.set).start()
+        raise MemoryError
+
+    def copies() -> None:
+        began.set()
+        assert may_end.wait(10)
+        landed.append(True)
+
+    with pytest.raises(MemoryError):
+        copier._copy_both(fails, copies)
+    assert landed
