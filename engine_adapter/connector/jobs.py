@@ -7,6 +7,7 @@ transfer may still touch them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class JobEnd:
 class _OpenJob:
     job: Job
     block_ids: list[int]
-    opened_at: float
+    under_way_since: float  # infinite until the step that carried it has ended: a store waits for its forward pass
     done: int  # one byte a block, as a number: AND over the ranks is one operation
     reported: set[int] = field(default_factory=set)
     bytes_moved: int = 0
@@ -84,7 +85,7 @@ class JobLedger:
         self._next_id += 1
         self._holder.hold(block_ids)
         ones = int.from_bytes(b"\x01" * len(block_ids), "little")
-        self._open[job.job_id] = _OpenJob(job, block_ids, self._clock(), ones)
+        self._open[job.job_id] = _OpenJob(job, block_ids, math.inf, ones)
         self._held += len(block_ids)
         self._pending[kind] += len(block_ids)
         self._tell(job.job_id, f"opened: {kind.name} of {request_id!r}, {len(block_ids)} blocks")
@@ -142,12 +143,16 @@ class JobLedger:
         self._holder.release(entry.block_ids)
 
     def newly_overdue(self) -> list[Job]:
-        """Jobs that should have ended long ago, each reported once. Their blocks stay held. O(open jobs)."""
+        """Jobs that should have ended long ago, each reported once. Their blocks stay held. To be called after each
+        step: a job's time counts from the first call after it was opened. O(open jobs)."""
         now = self._clock()
+        for entry in self._open.values():
+            entry.under_way_since = min(entry.under_way_since, now)
         late = [
             entry
             for entry in self._open.values()
-            if not entry.overdue and now - entry.opened_at > OVERDUE_DEADLINES * entry.job.deadline_s + OVERDUE_GRACE_S
+            if not entry.overdue
+            and now - entry.under_way_since > OVERDUE_DEADLINES * entry.job.deadline_s + OVERDUE_GRACE_S
         ]
         for entry in late:
             entry.overdue = True

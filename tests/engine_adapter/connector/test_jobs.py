@@ -84,9 +84,11 @@ def test_ids_are_not_reused_and_two_jobs_of_one_request_are_apart() -> None:
 def test_overdue_jobs_are_named_once_and_stay_held() -> None:
     at = Fixture()
     job = at.open(3)
-    at.clock.now = 10.9
+    at.clock.now = 100.0  # the step that carried it took long: its store begins now
     assert at.ledger.newly_overdue() == []
-    at.clock.now = 11.1  # two deadlines and a second
+    at.clock.now = 110.9
+    assert at.ledger.newly_overdue() == []
+    at.clock.now = 111.1  # two deadlines and a second
     assert at.ledger.newly_overdue() == [job] and at.ledger.newly_overdue() == []
     assert at.ledger.overdue_jobs == 1 and at.holder.held() == {3: 1}
 

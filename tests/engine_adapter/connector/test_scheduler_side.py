@@ -273,6 +273,7 @@ def test_an_overdue_load_is_counted_and_goes_on_holding() -> None:
     request = FakeRequest("r", 17)
     at.match(request)
     job = at.load(request, 16, [1, 2, 3, 4, 5])
+    assert at.side.update_output([ConnectorOutput()]) == [] and at.side.stats()["loads_overdue"] == 0
     at.clock.now += 11.5
     assert at.side.update_output([ConnectorOutput()]) == [] and at.side.stats()["loads_overdue"] == 1
     assert at.holder.held() == {1: 1, 2: 1, 3: 1, 4: 1}
