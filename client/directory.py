@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -224,7 +225,9 @@ class Directory:
     def report_miss(
         self, namespace: PoolNamespace, salt: str, packed: bytes, node: Endpoint, delta_seq: int, deadline: float
     ) -> None:
-        """Tell the master that ``node`` no longer has these blocks. Best effort: the node's deltas will say so too."""
+        """Tell the master that ``node`` no longer has these blocks, or refused to take them. Best effort, ``REPORT_S``
+        at most within the call's ``deadline``: the node's deltas will say so too, and intents lapse."""
+        deadline = min(deadline, time.monotonic() + REPORT_S)
         process = self.masters[self._current].process
         try:
             for piece in _split(packed, namespace.hash_bytes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client.directory import REPORT_S, Directory
+from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
@@ -159,8 +158,7 @@ class Reader:
 
     def _report(self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int) -> None:
         gone = gather(hashes, asked.namespace.hash_bytes, missed)
-        deadline = min(asked.deadline, time.monotonic() + REPORT_S)
-        self._directory.report_miss(asked.namespace, asked.salt, gone, node, delta_seq, deadline)
+        self._directory.report_miss(asked.namespace, asked.salt, gone, node, delta_seq, asked.deadline)
 
 
 def _guarded(attempt: Attempt, peer: Peer, where: Where | None, hashes: bytes, count: int) -> Fetched:

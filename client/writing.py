@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -10,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client.directory import REPORT_S, Directory
+from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Placed, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
@@ -129,7 +128,7 @@ class Writer:
         refused = np.flatnonzero((status != _STORED) & (status != _PRESENT) & (status != _IN_FLIGHT))
         if refused.size:
             hashes = gather(offered.hashes, offered.namespace.hash_bytes, refused + run.start)
-            self._directory.report_miss(offered.namespace, offered.salt, hashes, node, 0, time.monotonic() + REPORT_S)
+            self._directory.report_miss(offered.namespace, offered.salt, hashes, node, 0, offered.deadline)
 
     def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         width = offered.namespace.hash_bytes
