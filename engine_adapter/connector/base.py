@@ -65,7 +65,6 @@ class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     loads: list[Job] = []
     stores: list[Job] = []
-    prefetches: list[Job] = []  #: nobody waits for these; they have no outcome
 
 
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):

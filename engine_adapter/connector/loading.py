@@ -39,26 +39,38 @@ class TransferPool(Protocol):
     def store(self, salt: str, chunk: Chunk) -> Codes: ...
 
 
-class Loader:
-    """Thread-safe: all state of a job is in its own :class:`OpenJob`."""
+class Gate:
+    """Whether a job, load or store, may make its next call. Thread-safe."""
 
-    def __init__(
-        self,
-        pool: TransferPool,
-        outbox: Outbox,
-        clock: Callable[[], float],
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
+    def __init__(self, pool: TransferPool, clock: Callable[[], float]) -> None:
         self._pool = pool
-        self._outbox = outbox
         self._clock = clock
-        self._chunk_bytes = chunk_bytes
         self._closing = False
 
     def close(self) -> None:
         """Jobs under way end after the call they are in."""
         self._closing = True
+
+    def stop(self, start_by: float) -> str:
+        """Why it may not, or an empty string. ``start_by``: monotonic seconds after which no call is begun."""
+        if self._closing:
+            return CLOSED
+        if self._pool.state is PoolState.ABSENT:
+            return ABSENT
+        return LATE if self.late(start_by) else ""
+
+    def late(self, start_by: float) -> bool:
+        return self._clock() > start_by
+
+
+class Loader:
+    """Thread-safe: all state of a job is in its own :class:`OpenJob`."""
+
+    def __init__(self, pool: TransferPool, outbox: Outbox, gate: Gate, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._pool = pool
+        self._outbox = outbox
+        self._gate = gate
+        self._chunk_bytes = chunk_bytes
 
     def run(self, opened: OpenJob) -> None:
         """Ends the job exactly once, whatever happens; a mistake in this program is raised after that."""
@@ -72,7 +84,7 @@ class Loader:
         """Load what can be; returns why the rest was not tried."""
         job = opened.job
         for chunk in chunks_of(job.groups, self._pool.layout, self._chunk_bytes):
-            if stop := self._stop(opened):
+            if stop := self._gate.stop(opened.start_by):
                 return stop
             status = self._pool.load(job.cache_salt, chunk)
             opened.status[chunk.offset : chunk.offset + len(status)] = status
@@ -81,10 +93,3 @@ class Loader:
             if not (status == BlockStatus.LOADED).all():
                 return SKIPPED
         return ""
-
-    def _stop(self, opened: OpenJob) -> str:
-        if self._closing:
-            return CLOSED
-        if self._pool.state is PoolState.ABSENT:
-            return ABSENT
-        return LATE if self._clock() > opened.start_by else ""

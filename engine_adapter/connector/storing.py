@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from kvstrata.engine_adapter.connector.base import GroupBlocks, PoolState
+from kvstrata.engine_adapter.connector.base import GroupBlocks
 from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, chunks_of
 from kvstrata.engine_adapter.connector.job_queue import continues
-from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, ERROR, LATE, Codes, TransferPool
+from kvstrata.engine_adapter.connector.loading import ABSENT, ERROR, LATE, Codes, Gate, TransferPool
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
@@ -17,23 +17,11 @@ from kvstrata.engine_adapter.connector.readiness import Verdict
 class Storer:
     """Thread-safe: all state of a call is in its jobs. Jobs given to :meth:`run` continue one another."""
 
-    def __init__(
-        self,
-        pool: TransferPool,
-        outbox: Outbox,
-        clock: Callable[[], float],
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
+    def __init__(self, pool: TransferPool, outbox: Outbox, gate: Gate, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._pool = pool
         self._outbox = outbox
-        self._clock = clock
+        self._gate = gate
         self._chunk_bytes = chunk_bytes
-        self._closing = False
-
-    def close(self) -> None:
-        """Jobs under way end after the call they are in."""
-        self._closing = True
 
     def run(self, jobs: Sequence[OpenJob]) -> None:
         """Ends each job exactly once, whatever happens; a mistake in this program is raised after that."""
@@ -41,7 +29,7 @@ class Storer:
         assert all(continues(a.job, b.job, width) for a, b in pairwise(jobs)), "not one chain"
         left = list(jobs)
         try:
-            while left and self._clock() > left[0].start_by:
+            while left and self._gate.late(left[0].start_by):
                 self._outbox.end(left.pop(0), LATE)
             if left:
                 untried = self._run(left)
@@ -56,12 +44,8 @@ class Storer:
         start_by = min(opened.start_by for opened in jobs)
         merged = _merged(jobs)
         for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes):
-            if self._closing:
-                return CLOSED
-            if self._pool.state is PoolState.ABSENT:
-                return ABSENT
-            if self._clock() > start_by:
-                return LATE
+            if stop := self._gate.stop(start_by):
+                return stop
             status = self._pool.store(jobs[0].job.cache_salt, chunk)
             _share(jobs, chunk.column, chunk.start, status)
             if verdict_of(status) is not Verdict.ANSWERED:

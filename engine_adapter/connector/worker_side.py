@@ -23,7 +23,7 @@ from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, problem_of
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
-from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Loader
+from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import Pool
@@ -71,8 +71,9 @@ class PoolWorkerSide:
         self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock, engine_memory=engine_memory)
         self.memory: npt.NDArray[np.uint8] = self._pool.memory
         self._outbox = Outbox(layout, call_s, clock)
-        self._loader = Loader(self._pool, self._outbox, clock, chunk_bytes=chunk_bytes)
-        self._storer = Storer(self._pool, self._outbox, clock, chunk_bytes=chunk_bytes)
+        self._gate = Gate(self._pool, clock)
+        self._loader = Loader(self._pool, self._outbox, self._gate, chunk_bytes=chunk_bytes)
+        self._storer = Storer(self._pool, self._outbox, self._gate, chunk_bytes=chunk_bytes)
         self._loads = JobQueue(blocks_max=layout.num_blocks * len(layout.groups))
         self._stores = JobQueue(blocks_max=config.store_pending_blocks_max)
         self._written: list[OpenJob] = []
@@ -101,8 +102,6 @@ class PoolWorkerSide:
         for job in meta.stores:
             if (opened := self._accepted(job)) is not None:
                 self._written.append(opened)
-        for job in meta.prefetches:
-            self._prefetch(job)
 
     def forward_ended(self) -> None:
         """The step's KV is in memory: its stores may begin."""
@@ -127,8 +126,7 @@ class PoolWorkerSide:
             self._closed = True
         if self._lookups is not None:
             self._lookups.close()
-        self._loader.close()
-        self._storer.close()
+        self._gate.close()
         for opened in (*self._loads.drain(), *self._stores.drain(), *self._written):
             self._outbox.end(opened, CLOSED)
         self._written = []
@@ -207,13 +205,6 @@ class PoolWorkerSide:
             workers.wake()
         else:
             self._outbox.end(opened, CLOSED if self._closed else SHED)
-
-    def _prefetch(self, job: Job) -> None:
-        if problem := problem_of(job, self.layout):
-            log.error("a prefetch that cannot be carried out", job=job.job_id, reason=problem)
-            return
-        for blocks in job.groups:
-            self._pool.prefetch(job.cache_salt, blocks.group, blocks.hashes)
 
     def _load_step(self) -> bool:
         opened = self._loads.take()

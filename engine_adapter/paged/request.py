@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final
 
 import msgspec
 
@@ -55,10 +54,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not good:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}: expected {bound}")
         return self
-
-
-#: Tokens that count as computed were in one of these places when the request was first scheduled.
-CACHED_BY: Final = ("local", "external")
 
 
 class Request:
@@ -116,10 +111,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def finished(self) -> bool:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
-from kvstrata.client import BlockStatus, LoadResult, Lookup, PoolNamespace, StoreResult
+from kvstrata.client import BlockStatus, PoolNamespace
+from kvstrata.engine_adapter.connector.pool_client import BlockClient
 from kvstrata.engine_adapter.sglang.host_pages import HostPages, Indices
 from kvstrata.engine_adapter.sglang.page_keys import page_hash, page_hashes
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.regions import BlockView, Region
+from kvstrata.transfer.regions import Region
 
 log = get_logger(__name__)
-
-
-class PageClient(Protocol):
-    """What is used of :class:`kvstrata.client.Client`."""
-
-    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
-    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
-    def store(
-        self,
-        namespace: PoolNamespace,
-        cache_salt: str,
-        hashes: bytes,
-        blocks: BlockView,
-        parent: bytes | None,
-        first_index: int,
-    ) -> StoreResult: ...
 
 
 class PageStore:
@@ -39,7 +23,7 @@ class PageStore:
     All of it is under the empty salt: a tenant's salt is part of the names already.
     """
 
-    def __init__(self, client: PageClient, namespace: PoolNamespace, region: Region, pages: HostPages) -> None:
+    def __init__(self, client: BlockClient, namespace: PoolNamespace, region: Region, pages: HostPages) -> None:
         self._client, self._namespace, self._region, self._pages = client, namespace, region, pages
 
     def hit_pages(self, keys: Sequence[str]) -> int:

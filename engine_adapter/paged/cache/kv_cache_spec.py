@@ -8,7 +8,6 @@ belongs to one group at a time, and its page in tensor i is that group's i-th la
 from __future__ import annotations
 
 from math import lcm
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -156,6 +155,3 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_blocks < 2:
             raise InvalidArgument(f"num_blocks is {self.num_blocks}: at least 2 (block 0 is the null block)")
         return self
-
-
-DTYPES: Final = ("float32", "float16")

@@ -168,12 +168,6 @@ def test_a_chain_in_pieces_names_the_parent_of_each(start: Start, client: Script
     ]
 
 
-def test_prefetches_have_no_outcome(start: Start, client: ScriptedClient) -> None:
-    engine = start()
-    engine.side.start(ConnectorMeta(prefetches=[job(1, JobKind.LOAD, names(3), [1, 2, 3])]))
-    assert client.prefetched == [names(3)] and not engine.take()
-
-
 # -------------------------------------------------------------------- parts of loads
 
 

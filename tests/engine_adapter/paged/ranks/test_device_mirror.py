@@ -181,7 +181,7 @@ def test_the_rest_is_passed_on() -> None:
     pair = Pair()
     woken: list[int] = []
     pair.mirror.set_waker(lambda: woken.append(1))
-    meta = ConnectorMeta(prefetches=[job(JobKind.LOAD, (0, [1]))])
+    meta = ConnectorMeta(loads=[job(JobKind.LOAD, (0, [1]))])
     pair.mirror.start(meta)
     pair.mirror.close()
     assert woken == [1] and pair.inner.calls == [meta, "close"]
