@@ -68,10 +68,10 @@ class Daemon:
 class RealPool:
     """A master and ``nodes`` storage nodes. Daemons can be killed, stopped and started again by name."""
 
-    def __init__(self, base: Path, nodes: int = 1, dram: str = "64MiB") -> None:
+    def __init__(self, base: Path, nodes: int = 1, dram: str = "64MiB", listen: str = ANY) -> None:
         self._base, self._dram = base, dram
         self.daemons: dict[str, Daemon] = {}
-        self.start_master(ANY)
+        self.start_master(listen)
         for index in range(nodes):
             self.start_node(index)
         with AdminClient(self.address) as admin:

@@ -15,8 +15,9 @@ from kvstrata.engine_adapter.paged.config import EngineConfig
 from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.model.arrays import HOST, Arrays
 from kvstrata.engine_adapter.paged.ranks import worker
+from tests.e2e.real_engine import counters_are_zero, settle
 from tests.e2e.real_pool import RealPool
-from tests.e2e.test_engine_tokens import config, conversations, counters_are_zero, serve, settle
+from tests.e2e.test_engine_tokens import config, conversations, serve
 from tests.engine_adapter.paged.model.strict_device import StrictArrays
 
 

@@ -17,6 +17,7 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig, StepConfig
 from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.request import SamplingParams
+from tests.e2e.real_engine import counters_are_zero
 from tests.e2e.real_pool import RealPool, keys
 
 BLOCK = 16
@@ -38,19 +39,6 @@ def config(masters: str = "", **pool: object) -> EngineConfig:
         step=StepConfig(max_num_batched_tokens=256, max_num_seqs=8),
         pool=PoolConfig(masters=masters, load_policy="always", **pool),  # type: ignore[arg-type]
     )
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[EngineConfig], Engine]]:
-    engines: list[Engine] = []
-
-    def open_engine(wanted: EngineConfig) -> Engine:
-        engines.append(Engine.create(wanted))
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture
@@ -78,21 +66,9 @@ def serve(engine: Engine, asked: list[Prompt], salt: str = "") -> list[Prompt]:
     found = []
     for prompt in asked:
         found.append(engine.generate([prompt], OUTPUT, salt)[0])
-        settle(engine)
+        counters_are_zero(engine)
         assert engine.reset_prefix_cache()
     return found
-
-
-def settle(engine: Engine) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while engine.has_work:
-        assert time.monotonic() < deadline, engine.stats()
-        engine.step()
-        engine.wait(0.05)
-    engine.scheduler.check()
-    assert engine.connector is not None
-    engine.connector.check()
-    assert engine.kv.pool.num_free_blocks == engine.kv.pool.num_blocks - 1
 
 
 def served_from_the_pool(engine: Engine, expected: list[Prompt], asked: list[Prompt]) -> None:
@@ -121,11 +97,8 @@ def test_a_pool_that_is_not_there_and_comes_later(
     engine = opened(config(address))
     assert serve(engine, asked) == expected
     assert engine.stats().external_prefix_cache_hits == 0
-    late = RealPool.__new__(RealPool)
-    late._base, late._dram, late.daemons = tmp_path, "64MiB", {}
+    late = RealPool(tmp_path, listen=address)
     try:
-        late.start_master(address)
-        late.start_node(0)
         served_from_the_pool(engine, expected, asked)
     finally:
         late.end()
@@ -247,5 +220,5 @@ def test_aborted_while_loading(
         engine.abort("again")
     assert engine.connector.jobs_pending() > 0
     assert engine.kv.pool.num_free_blocks < engine.kv.pool.num_blocks - 1
-    settle(engine)
+    counters_are_zero(engine)
     assert serve(engine, asked) == expected

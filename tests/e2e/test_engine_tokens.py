@@ -6,7 +6,6 @@ The model's arithmetic is bit-reproducible (see docs/design.md), so equality is 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -15,6 +14,7 @@ import pytest
 from kvstrata.engine_adapter.paged.config import CacheConfig, EngineConfig, ModelConfig, PoolConfig, StepConfig
 from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.request import SamplingParams
+from tests.e2e.real_engine import counters_are_zero, settle
 from tests.e2e.real_pool import RealPool
 
 BLOCK = 16
@@ -55,19 +55,6 @@ def serve(engine: Engine, prompts: list[Prompt], salt: str = "") -> list[Prompt]
     return [engine.generate([prompt], OUTPUT, salt)[0] for prompt in prompts]
 
 
-@pytest.fixture
-def opened() -> Iterator[Callable[[EngineConfig], Engine]]:
-    engines: list[Engine] = []
-
-    def open_engine(wanted: EngineConfig) -> Engine:
-        engines.append(Engine.create(wanted))
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
     """One for all: tests keep apart by their salts."""
@@ -88,25 +75,6 @@ def plain() -> dict[str, list[Prompt]]:
         found[model] = serve(engine, conversations())
         engine.close()
     return found
-
-
-def settle(engine: Engine) -> None:
-    """Step until nothing is under way: what was computed is stored then."""
-    deadline = time.monotonic() + 20
-    while engine.has_work:
-        assert time.monotonic() < deadline, engine.stats()
-        engine.step()
-        engine.wait(0.05)
-
-
-def counters_are_zero(engine: Engine) -> None:
-    settle(engine)
-    engine.scheduler.check()
-    if engine.connector is not None:
-        engine.connector.check()
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.loading) == (0, 0, 0)
-    assert engine.kv.pool.num_free_blocks == engine.kv.pool.num_blocks - 1
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-swa"])

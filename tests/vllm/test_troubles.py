@@ -50,11 +50,8 @@ def test_a_pool_that_is_not_there_and_comes_later(tmp_path: Path, plain: Plain, 
     address = free_address()
     engine = open_engine(address, attached=False)
     assert serve(engine, prompts, expected) == 0
-    late = RealPool.__new__(RealPool)
-    late._base, late._dram, late.daemons = tmp_path, "128MiB", {}
+    late = RealPool(tmp_path, dram="128MiB", listen=address)
     try:
-        late.start_master(address)
-        late.start_node(0)
         served_from_the_pool(engine, prompts, expected)
     finally:
         late.end()
