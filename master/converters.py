@@ -13,7 +13,7 @@ from kvstrata.master import messages as m
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.errors import InvalidArgument, VersionMismatch
-from kvstrata.proto.keys import Namespace, check_salt
+from kvstrata.proto.keys import SALT_CHARACTERS_MAX, Namespace, check_salt
 from kvstrata.proto.status import Tier
 
 NODE_ID_CHARACTERS_MAX: Final = 128
@@ -69,8 +69,24 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
     match command:
         case m.SendAttached():
             epochs = [control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in command.epochs]
-            attached = control.AttachOk(cluster_id=cluster_id, session=command.session, epochs=epochs)
+            shares = None if command.shares is None else _shares(command.shares)
+            attached = control.AttachOk(cluster_id=cluster_id, session=command.session, epochs=epochs, shares=shares)
             return control.MasterMessage(attached=attached)
+        case m.SendShares():
+            return control.MasterMessage(shares=_shares(command))
+        case m.SendEpoch():
+            epoch = control.NamespaceEpoch(group=command.group, epoch=command.epoch, command=command.command)
+            return control.MasterMessage(epoch=epoch)
+        case m.SendDrop():
+            return control.MasterMessage(
+                drop=control.DropCommand(
+                    command=command.command,
+                    group=command.group,
+                    salt=command.salt or "",
+                    any_salt=command.salt is None,
+                    erase=command.erase,
+                )
+            )
         case m.SendResync():
             return control.MasterMessage(resync=control.Resync(reason=command.reason))
         case m.SendAck():
@@ -84,6 +100,44 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
                     hashes=command.hashes,
                 )
             )
+
+
+def attach_of(attach: control.Attach) -> m.Attach:
+    """Raises as :func:`facts_of`."""
+    shares = tuple(_share(share) for share in attach.shares)
+    return m.Attach(facts_of(attach), shares, tuple((epoch.group, epoch.epoch) for epoch in attach.epochs))
+
+
+def _share(share: control.Share) -> m.Share:
+    return m.Share(
+        salt=check_salt(share.salt),
+        dram_limit=share.dram_limit if share.HasField("dram_limit") else None,
+        ssd_limit=share.ssd_limit if share.HasField("ssd_limit") else None,
+        dram_floor=share.dram_floor,
+        ssd_floor=share.ssd_floor,
+    )
+
+
+def share_message(share: m.Share | m.TenantPolicy) -> control.Share:
+    """Limits that are None stay absent."""
+    return control.Share(
+        salt=share.salt,
+        dram_limit=share.dram_limit,
+        ssd_limit=share.ssd_limit,
+        dram_floor=share.dram_floor,
+        ssd_floor=share.ssd_floor,
+    )
+
+
+def _shares(command: m.SendShares) -> control.Shares:
+    return control.Shares(
+        revision=command.revision,
+        whole=command.whole,
+        shares=[share_message(share) for share in command.shares],
+        forgotten=command.forgotten,
+        fallback=None if command.fallback is None else share_message(command.fallback),
+        ttl_ms=command.ttl_ms,
+    )
 
 
 def _parts(snapshot: control.Snapshot, session: int) -> Iterator[m.SnapshotPart]:
@@ -100,11 +154,20 @@ def _pieces(holding: control.Holding) -> Iterator[m.Holding]:
     namespace = _namespace(holding)
     step = HASHES_AN_EVENT * namespace.hash_bytes
     for start in range(0, len(holding.hashes), step):
-        yield m.Holding(namespace, holding.salt, holding.tier, holding.hashes[start : start + step])
+        yield m.Holding(namespace, holding.salt, holding.tier, holding.hashes[start : start + step], holding.epoch)
 
 
 def _change(change: control.Change) -> m.Change:
-    return m.Change(change.added, _namespace(change), change.salt, change.tier, change.hashes)
+    return m.Change(
+        change.added,
+        _namespace(change),
+        change.salt,
+        change.tier,
+        change.hashes,
+        change.epoch,
+        change.reason,
+        change.cause[:SALT_CHARACTERS_MAX],
+    )
 
 
 def _namespace(part: control.Holding | control.Change) -> Namespace:
@@ -127,4 +190,13 @@ def _usage(status: control.NodeStatus) -> m.NodeUsage:
         leases=status.leases,
         reservations=status.reservations,
         loop_age_seconds=dict(status.loop_age_seconds),
+        ssd_bytes_free=min(status.ssd_bytes_free, 1 << 62),
+        tenants=tuple(
+            m.TenantUsage(check_salt(t.salt), t.dram_bytes, t.ssd_bytes, t.dram_wanted, t.ssd_wanted)
+            for t in status.tenants
+        ),
+        shares_revision=status.shares_revision,
+        devices=tuple(
+            m.Device(d.path[:200], d.state[:20], d.bytes, d.bytes_used, d.problem[:200]) for d in status.devices
+        ),
     )

@@ -155,14 +155,14 @@ class Hub:
                 outbox = self._outboxes.pop(command.session, None)
                 if outbox is not None:
                     outbox.close(command.reason)
-            elif isinstance(command, m.SendAttached | m.SendResync | m.SendAck | m.SendRemove):
+            elif isinstance(command, m.Send):
                 outbox = self._outboxes.get(command.session)
                 if outbox is not None:
                     outbox.put(command)
 
     def _settle(self, commands: Iterable[m.Command]) -> None:
         """Have writes made, and log, outside the lock."""
-        writes = [c for c in commands if isinstance(c, m.SaveNode | m.SaveGroup | m.SaveTombstone)]
+        writes = [c for c in commands if isinstance(c, m.Save)]
         if writes:
             self.journal.add(writes)
             if self._writer is not None:

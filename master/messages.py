@@ -28,8 +28,52 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """What one tenant may use of the whole cluster, in bytes. None: no limit."""
+
+    salt: str
+    dram_limit: int | None = None
+    ssd_limit: int | None = None
+    dram_floor: int = 0
+    ssd_floor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One tenant's part of one node, in bytes. None: no limit."""
+
+    salt: str
+    dram_limit: int | None = None
+    ssd_limit: int | None = None
+    dram_floor: int = 0
+    ssd_floor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What one tenant holds of one node, and the bytes that its share has refused it since the last report."""
+
+    salt: str
+    dram_bytes: int = 0
+    ssd_bytes: int = 0
+    dram_wanted: int = 0
+    ssd_wanted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One SSD of a node."""
+
+    path: str
+    state: str
+    nbytes: int = 0
+    bytes_used: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeUsage:
-    """A node's report on itself, each second."""
+    """A node's report on itself, each second. ``tenants``: those that changed since the report before."""
 
     dram_bytes_used: int = 0
     dram_bytes_free: int = 0
@@ -39,6 +83,10 @@ class NodeUsage:
     leases: int = 0
     reservations: int = 0
     loop_age_seconds: Mapping[str, float] = field(default_factory=dict)
+    ssd_bytes_free: int = 0
+    tenants: tuple[TenantUsage, ...] = ()
+    shares_revision: int = 0
+    devices: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +97,21 @@ class Holding:
     salt: str
     tier: int
     hashes: bytes
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Blocks that came to a tier of a node (``added``) or left it."""
+    """Blocks that came to a tier of a node (``added``) or left it, ``reason`` says why (a ``Departure``)."""
 
     added: bool
     namespace: Namespace
     salt: str
     tier: int
     hashes: bytes
+    epoch: int = 0
+    reason: int = 0
+    cause: str = ""
 
 
 # ---------------------------------------------------------------------- events
@@ -67,7 +119,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
+    """``shares`` and ``epochs`` (group -> weight epoch) are what the node has persisted."""
+
     facts: NodeFacts
+    shares: tuple[Share, ...] = ()
+    epochs: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +192,7 @@ class MissReport:
     node_id: str
     incarnation: int
     delta_seq: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +208,46 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class SendShares:
+    """``whole`` replaces everything the node knew; else only the named salts change."""
+
+    session: int
+    revision: int
+    whole: bool
+    shares: tuple[Share, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    fallback: Share | None = None
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendEpoch:
+    """The node confirms ``command`` (unless 0) once no reader can be sent older weights' blocks."""
+
+    session: int
+    command: int
+    group: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrop:
+    """Everything within a scope goes: group "" is every namespace, salt None every tenant."""
+
+    session: int
+    command: int
+    group: str
+    salt: str | None
+    erase: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SendAttached:
     """First answer on a stream. ``epochs`` lists (group, weight epoch) of groups past epoch 0."""
 
     session: int
     epochs: tuple[tuple[str, int], ...]
+    shares: SendShares | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +309,42 @@ class SaveTombstone:
 
 
 @dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """Make a tenant's policy durable; ``policy`` None deletes it."""
+
+    salt: str
+    policy: TenantPolicy | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFallback:
+    """Make the policy of salts without one durable. ``deny``: they store nothing."""
+
+    policy: TenantPolicy
+    deny: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveGrants:
+    """Make what a node was granted durable, so that a new master does not grant it twice."""
+
+    node_id: str
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveScope:
+    """Make a drop, or a bump (``epoch``), durable until ``waiting`` is empty; an empty one deletes it."""
+
+    command: int
+    group: str
+    salt: str | None
+    erase: bool
+    epoch: int | None
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the operator's log."""
 
@@ -224,6 +352,6 @@ class Report:
     fields: Mapping[str, object]
 
 
-Send = SendAttached | SendResync | SendAck | SendRemove
-Save = SaveNode | SaveGroup | SaveTombstone
+Send = SendAttached | SendResync | SendAck | SendRemove | SendShares | SendEpoch | SendDrop
+Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope
 Command = Send | Save | CloseSession | Report

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 
 from kvstrata.master import messages as m
-from kvstrata.master.converters import events_of, facts_of, message_of
+from kvstrata.master.converters import attach_of, events_of, message_of
 from kvstrata.master.hub import Hub, Outbox
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.master.views import Views
@@ -119,7 +119,7 @@ class _SyncStream:
     def serve(self) -> Iterator[control.MasterMessage]:
         """Attach, then pass commands on until the session is over."""
         try:
-            session, outbox = self._hub.attach(m.Attach(self._first()))
+            session, outbox = self._hub.attach(self._first())
         except KVError as error:
             _abort(self._context, error)
         try:
@@ -143,7 +143,7 @@ class _SyncStream:
             _abort(self._context, self._failure)
         self._context.abort(grpc.StatusCode.ABORTED, reason)
 
-    def _first(self) -> m.NodeFacts:
+    def _first(self) -> m.Attach:
         """The attach message, in time: a stream that says nothing holds a thread."""
         timer = threading.Timer(ATTACH_S, self._context.cancel)
         timer.daemon = True
@@ -154,7 +154,7 @@ class _SyncStream:
             timer.cancel()
         if message is None or message.WhichOneof("body") != "attach":
             raise InvalidArgument("a sync stream begins with an attach message")
-        return facts_of(message.attach)
+        return attach_of(message.attach)
 
     def _read(self, session: int, outbox: Outbox) -> None:
         reason = "the node closed its stream"

@@ -102,14 +102,18 @@ class NamespaceHandle(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Lookup(_message.Message):
-    __slots__ = ("ns", "salt", "hashes")
+    __slots__ = ("ns", "salt", "hashes", "epoch", "request")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    request: str
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ...) -> None: ...
 
 class LookupOk(_message.Message):
     __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes")
@@ -144,16 +148,18 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "boot_id")
+    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     boot_id: str
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PlaceOk(_message.Message):
     __slots__ = ("run_code", "run_state", "run_length", "nodes")
@@ -168,20 +174,22 @@ class PlaceOk(_message.Message):
     def __init__(self, run_code: _Optional[bytes] = ..., run_state: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ...) -> None: ...
 
 class MissReport(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "node_id", "incarnation", "delta_seq")
+    __slots__ = ("ns", "salt", "hashes", "node_id", "incarnation", "delta_seq", "epoch")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     node_id: str
     incarnation: int
     delta_seq: int
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., delta_seq: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Remove(_message.Message):
     __slots__ = ("ns", "salt", "hashes", "deadline_ms")
@@ -222,20 +230,22 @@ class HeartbeatOk(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class Acquire(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "mode", "deadline_ms", "releases")
+    __slots__ = ("ns", "salt", "hashes", "mode", "deadline_ms", "releases", "epoch")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     mode: int
     deadline_ms: int
     releases: bytes
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
     __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq")
@@ -336,14 +346,16 @@ class Reserve(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., first_index: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., releases: _Optional[bytes] = ...) -> None: ...
 
 class ReserveOk(_message.Message):
-    __slots__ = ("status", "reservation", "delta_seq")
+    __slots__ = ("status", "reservation", "delta_seq", "durable")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     reservation: int
     delta_seq: int
-    def __init__(self, status: _Optional[bytes] = ..., reservation: _Optional[int] = ..., delta_seq: _Optional[int] = ...) -> None: ...
+    durable: bytes
+    def __init__(self, status: _Optional[bytes] = ..., reservation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., durable: _Optional[bytes] = ...) -> None: ...
 
 class Write(_message.Message):
     __slots__ = ("reservation", "checksums")
@@ -378,18 +390,42 @@ class Commit(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., mask: _Optional[bytes] = ...) -> None: ...
 
 class CommitOk(_message.Message):
-    __slots__ = ("status", "delta_seq")
+    __slots__ = ("status", "delta_seq", "durable")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     delta_seq: int
-    def __init__(self, status: _Optional[bytes] = ..., delta_seq: _Optional[int] = ...) -> None: ...
+    durable: bytes
+    def __init__(self, status: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., durable: _Optional[bytes] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("reservation",)
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     def __init__(self, reservation: _Optional[int] = ...) -> None: ...
+
+class Hint(_message.Message):
+    __slots__ = ("ns", "salt", "hashes", "epoch", "kind", "ttl_ms")
+    NS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    ns: int
+    salt: str
+    hashes: bytes
+    epoch: int
+    kind: int
+    ttl_ms: int
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class HintOk(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ()

@@ -59,21 +59,25 @@ class NodeMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("attached", "resync", "ack", "remove", "epoch")
+    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     REMOVE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
     attached: AttachOk
     resync: Resync
     ack: Ack
     remove: RemoveCommand
     epoch: NamespaceEpoch
-    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ...) -> None: ...
+    shares: Shares
+    drop: DropCommand
+    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid")
+    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +90,8 @@ class Attach(_message.Message):
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     channel: str
@@ -98,19 +104,23 @@ class Attach(_message.Message):
     software: str
     protocol: int
     pid: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[Share]
+    epochs: _containers.RepeatedCompositeFieldContainer[NamespaceEpoch]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ...) -> None: ...
 
 class AttachOk(_message.Message):
-    __slots__ = ("cluster_id", "epoch", "session", "epochs")
+    __slots__ = ("cluster_id", "epoch", "session", "epochs", "shares")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     epoch: int
     session: int
     epochs: _containers.RepeatedCompositeFieldContainer[NamespaceEpoch]
-    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ...) -> None: ...
+    shares: Shares
+    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("cut_seq", "holdings", "first", "last")
@@ -125,16 +135,18 @@ class Snapshot(_message.Message):
     def __init__(self, cut_seq: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., first: bool = ..., last: bool = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("spec", "salt", "tier", "hashes")
+    __slots__ = ("spec", "salt", "tier", "hashes", "epoch")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     spec: _channel_pb2.NamespaceSpec
     salt: str
     tier: int
     hashes: bytes
-    def __init__(self, spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("seq", "changes")
@@ -145,21 +157,27 @@ class Delta(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
 
 class Change(_message.Message):
-    __slots__ = ("added", "spec", "salt", "tier", "hashes")
+    __slots__ = ("added", "spec", "salt", "tier", "hashes", "epoch", "reason", "cause")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     added: bool
     spec: _channel_pb2.NamespaceSpec
     salt: str
     tier: int
     hashes: bytes
-    def __init__(self, added: bool = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    reason: int
+    cause: str
+    def __init__(self, added: bool = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reason: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations")
+    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations", "ssd_bytes_free", "tenants", "shares_revision", "devices")
     class LoopAgeSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +193,10 @@ class NodeStatus(_message.Message):
     LOOP_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FREE_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_REVISION_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     dram_bytes_used: int
     dram_bytes_free: int
     blocks: int
@@ -183,7 +205,69 @@ class NodeStatus(_message.Message):
     loop_age_seconds: _containers.ScalarMap[str, float]
     leases: int
     reservations: int
-    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ...) -> None: ...
+    ssd_bytes_free: int
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    shares_revision: int
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
+    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., ssd_bytes_free: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., shares_revision: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("salt", "dram_bytes", "ssd_bytes", "dram_wanted", "ssd_wanted")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    SSD_WANTED_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    dram_bytes: int
+    ssd_bytes: int
+    dram_wanted: int
+    ssd_wanted: int
+    def __init__(self, salt: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dram_wanted: _Optional[int] = ..., ssd_wanted: _Optional[int] = ...) -> None: ...
+
+class DeviceStatus(_message.Message):
+    __slots__ = ("path", "state", "bytes", "bytes_used", "problem")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    state: str
+    bytes: int
+    bytes_used: int
+    problem: str
+    def __init__(self, path: _Optional[str] = ..., state: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_used: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class Share(_message.Message):
+    __slots__ = ("salt", "dram_limit", "ssd_limit", "dram_floor", "ssd_floor")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SSD_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_FLOOR_FIELD_NUMBER: _ClassVar[int]
+    SSD_FLOOR_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    dram_limit: int
+    ssd_limit: int
+    dram_floor: int
+    ssd_floor: int
+    def __init__(self, salt: _Optional[str] = ..., dram_limit: _Optional[int] = ..., ssd_limit: _Optional[int] = ..., dram_floor: _Optional[int] = ..., ssd_floor: _Optional[int] = ...) -> None: ...
+
+class Shares(_message.Message):
+    __slots__ = ("revision", "whole", "shares", "forgotten", "fallback", "ttl_ms")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    whole: bool
+    shares: _containers.RepeatedCompositeFieldContainer[Share]
+    forgotten: _containers.RepeatedScalarFieldContainer[str]
+    fallback: Share
+    ttl_ms: int
+    def __init__(self, revision: _Optional[int] = ..., whole: bool = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., forgotten: _Optional[_Iterable[str]] = ..., fallback: _Optional[_Union[Share, _Mapping]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("reason",)
@@ -224,12 +308,28 @@ class CommandDone(_message.Message):
     def __init__(self, command: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class NamespaceEpoch(_message.Message):
-    __slots__ = ("group", "epoch")
+    __slots__ = ("group", "epoch", "command")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
     group: str
     epoch: int
-    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    command: int
+    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[int] = ..., command: _Optional[int] = ...) -> None: ...
+
+class DropCommand(_message.Message):
+    __slots__ = ("command", "group", "salt", "any_salt", "erase")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ANY_SALT_FIELD_NUMBER: _ClassVar[int]
+    ERASE_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    group: str
+    salt: str
+    any_salt: bool
+    erase: bool
+    def __init__(self, command: _Optional[int] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., any_salt: bool = ..., erase: bool = ...) -> None: ...
 
 class NodeRow(_message.Message):
     __slots__ = ("node_id", "incarnation", "state", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "status", "heartbeat_age_seconds", "progress_age_seconds", "blocks", "software", "applied_seq", "synced")
@@ -353,3 +453,241 @@ class HealthReport(_message.Message):
     nodes_total: int
     clients: int
     def __init__(self, healthy: bool = ..., ready: bool = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., software: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., nodes_active: _Optional[int] = ..., nodes_total: _Optional[int] = ..., clients: _Optional[int] = ...) -> None: ...
+
+class TenantPolicy(_message.Message):
+    __slots__ = ("salt", "dram_limit", "ssd_limit", "dram_floor", "ssd_floor")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SSD_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_FLOOR_FIELD_NUMBER: _ClassVar[int]
+    SSD_FLOOR_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    dram_limit: int
+    ssd_limit: int
+    dram_floor: int
+    ssd_floor: int
+    def __init__(self, salt: _Optional[str] = ..., dram_limit: _Optional[int] = ..., ssd_limit: _Optional[int] = ..., dram_floor: _Optional[int] = ..., ssd_floor: _Optional[int] = ...) -> None: ...
+
+class TenantQuery(_message.Message):
+    __slots__ = ("salts", "what_if", "limit")
+    SALTS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    salts: _containers.RepeatedScalarFieldContainer[str]
+    what_if: bool
+    limit: int
+    def __init__(self, salts: _Optional[_Iterable[str]] = ..., what_if: bool = ..., limit: _Optional[int] = ...) -> None: ...
+
+class TenantNode(_message.Message):
+    __slots__ = ("node_id", "usage", "share", "confirmed")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    usage: TenantUsage
+    share: Share
+    confirmed: bool
+    def __init__(self, node_id: _Optional[str] = ..., usage: _Optional[_Union[TenantUsage, _Mapping]] = ..., share: _Optional[_Union[Share, _Mapping]] = ..., confirmed: bool = ...) -> None: ...
+
+class WhatIf(_message.Message):
+    __slots__ = ("factor", "bytes", "hit_rate")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    bytes: int
+    hit_rate: float
+    def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
+
+class TenantRow(_message.Message):
+    __slots__ = ("policy", "defined", "dram_bytes", "ssd_bytes", "blocks", "nodes", "what_if", "blocks_asked", "blocks_hit", "sampled")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DEFINED_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    policy: TenantPolicy
+    defined: bool
+    dram_bytes: int
+    ssd_bytes: int
+    blocks: int
+    nodes: _containers.RepeatedCompositeFieldContainer[TenantNode]
+    what_if: _containers.RepeatedCompositeFieldContainer[WhatIf]
+    blocks_asked: int
+    blocks_hit: int
+    sampled: int
+    def __init__(self, policy: _Optional[_Union[TenantPolicy, _Mapping]] = ..., defined: bool = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TenantNode, _Mapping]]] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., sampled: _Optional[int] = ...) -> None: ...
+
+class TenantList(_message.Message):
+    __slots__ = ("tenants", "fallback", "fallback_denies", "dram_bytes", "ssd_bytes", "left_out")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_DENIES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantRow]
+    fallback: TenantPolicy
+    fallback_denies: bool
+    dram_bytes: int
+    ssd_bytes: int
+    left_out: int
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantRow, _Mapping]]] = ..., fallback: _Optional[_Union[TenantPolicy, _Mapping]] = ..., fallback_denies: bool = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., left_out: _Optional[int] = ...) -> None: ...
+
+class TenantSet(_message.Message):
+    __slots__ = ("policy", "is_default", "deny", "dry_run")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    DENY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    policy: TenantPolicy
+    is_default: bool
+    deny: bool
+    dry_run: bool
+    def __init__(self, policy: _Optional[_Union[TenantPolicy, _Mapping]] = ..., is_default: bool = ..., deny: bool = ..., dry_run: bool = ...) -> None: ...
+
+class TenantRemove(_message.Message):
+    __slots__ = ("salt", "drop_blocks", "erase", "dry_run")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DROP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERASE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    drop_blocks: bool
+    erase: bool
+    dry_run: bool
+    def __init__(self, salt: _Optional[str] = ..., drop_blocks: bool = ..., erase: bool = ..., dry_run: bool = ...) -> None: ...
+
+class TenantChanged(_message.Message):
+    __slots__ = ("before", "after", "warnings", "dropped")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    before: TenantRow
+    after: TenantRow
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    dropped: Dropped
+    def __init__(self, before: _Optional[_Union[TenantRow, _Mapping]] = ..., after: _Optional[_Union[TenantRow, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
+
+class GroupName(_message.Message):
+    __slots__ = ("group", "deadline_ms")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    deadline_ms: int
+    def __init__(self, group: _Optional[str] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Scope(_message.Message):
+    __slots__ = ("group", "salt", "any_salt", "erase", "dry_run", "deadline_ms")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ANY_SALT_FIELD_NUMBER: _ClassVar[int]
+    ERASE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    salt: str
+    any_salt: bool
+    erase: bool
+    dry_run: bool
+    deadline_ms: int
+    def __init__(self, group: _Optional[str] = ..., salt: _Optional[str] = ..., any_salt: bool = ..., erase: bool = ..., dry_run: bool = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("epoch", "blocks", "unreached")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    blocks: int
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., blocks: _Optional[int] = ..., unreached: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlockQuery(_message.Message):
+    __slots__ = ("group", "salt", "any_salt", "hash_prefix", "limit")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ANY_SALT_FIELD_NUMBER: _ClassVar[int]
+    HASH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    salt: str
+    any_salt: bool
+    hash_prefix: bytes
+    limit: int
+    def __init__(self, group: _Optional[str] = ..., salt: _Optional[str] = ..., any_salt: bool = ..., hash_prefix: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class BlockRow(_message.Message):
+    __slots__ = ("group", "shard", "salt", "hash", "where")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    shard: int
+    salt: str
+    hash: bytes
+    where: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group: _Optional[str] = ..., shard: _Optional[int] = ..., salt: _Optional[str] = ..., hash: _Optional[bytes] = ..., where: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlockList(_message.Message):
+    __slots__ = ("blocks", "total")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRow]
+    total: int
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockRow, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class ExplainQuery(_message.Message):
+    __slots__ = ("request", "hash", "group", "salt")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    hash: bytes
+    group: str
+    salt: str
+    def __init__(self, request: _Optional[str] = ..., hash: _Optional[bytes] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class ExplainLine(_message.Message):
+    __slots__ = ("age_seconds", "what", "node_id")
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    age_seconds: float
+    what: str
+    node_id: str
+    def __init__(self, age_seconds: _Optional[float] = ..., what: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("verdict", "text", "story", "where", "asked", "hit", "hash", "group", "salt", "elsewhere")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    STORY_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    verdict: str
+    text: str
+    story: _containers.RepeatedCompositeFieldContainer[ExplainLine]
+    where: _containers.RepeatedScalarFieldContainer[str]
+    asked: int
+    hit: int
+    hash: bytes
+    group: str
+    salt: str
+    elsewhere: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, verdict: _Optional[str] = ..., text: _Optional[str] = ..., story: _Optional[_Iterable[_Union[ExplainLine, _Mapping]]] = ..., where: _Optional[_Iterable[str]] = ..., asked: _Optional[int] = ..., hit: _Optional[int] = ..., hash: _Optional[bytes] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., elsewhere: _Optional[_Iterable[str]] = ...) -> None: ...

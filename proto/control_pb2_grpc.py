@@ -76,6 +76,41 @@ class MasterStub(object):
                 request_serializer=kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
                 response_deserializer=kvstrata_dot_proto_dot_control__pb2.HealthReport.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/kvstrata.Master/ListTenants',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.TenantQuery.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantList.FromString,
+                _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/kvstrata.Master/SetTenant',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.TenantSet.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantChanged.FromString,
+                _registered_method=True)
+        self.RemoveTenant = channel.unary_unary(
+                '/kvstrata.Master/RemoveTenant',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.TenantRemove.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantChanged.FromString,
+                _registered_method=True)
+        self.BumpEpoch = channel.unary_unary(
+                '/kvstrata.Master/BumpEpoch',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.GroupName.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.Dropped.FromString,
+                _registered_method=True)
+        self.DropBlocks = channel.unary_unary(
+                '/kvstrata.Master/DropBlocks',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.Scope.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.Dropped.FromString,
+                _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/kvstrata.Master/ListBlocks',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.BlockQuery.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.BlockList.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstrata.Master/Explain',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.ExplainQuery.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.Explanation.FromString,
+                _registered_method=True)
 
 
 class MasterServicer(object):
@@ -131,6 +166,50 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """Tenants and their quotas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BumpEpoch(self, request, context):
+        """Weight epochs, and content as such.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropBlocks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBlocks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +252,41 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=kvstrata_dot_proto_dot_channel__pb2.Empty.FromString,
                     response_serializer=kvstrata_dot_proto_dot_control__pb2.HealthReport.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantQuery.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.TenantList.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantSet.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.TenantChanged.SerializeToString,
+            ),
+            'RemoveTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveTenant,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.TenantRemove.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.TenantChanged.SerializeToString,
+            ),
+            'BumpEpoch': grpc.unary_unary_rpc_method_handler(
+                    servicer.BumpEpoch,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.GroupName.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.Dropped.SerializeToString,
+            ),
+            'DropBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropBlocks,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.Scope.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.Dropped.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.BlockQuery.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.BlockList.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.ExplainQuery.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -391,6 +505,195 @@ class Master(object):
             '/kvstrata.Master/Health',
             kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
             kvstrata_dot_proto_dot_control__pb2.HealthReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/ListTenants',
+            kvstrata_dot_proto_dot_control__pb2.TenantQuery.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.TenantList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/SetTenant',
+            kvstrata_dot_proto_dot_control__pb2.TenantSet.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.TenantChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/RemoveTenant',
+            kvstrata_dot_proto_dot_control__pb2.TenantRemove.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.TenantChanged.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BumpEpoch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/BumpEpoch',
+            kvstrata_dot_proto_dot_control__pb2.GroupName.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.Dropped.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/DropBlocks',
+            kvstrata_dot_proto_dot_control__pb2.Scope.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.Dropped.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/ListBlocks',
+            kvstrata_dot_proto_dot_control__pb2.BlockQuery.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.BlockList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/Explain',
+            kvstrata_dot_proto_dot_control__pb2.ExplainQuery.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,8 @@ class BlockStatus(IntEnum):
     NODE_LOST = 24  #: the node was unreachable or fell silent
     LATE = 25  #: the deadline passed
     NOT_YET = 26  #: the directory is still being rebuilt
+    NO_ROOM = 27  #: on SSD, and no memory could be had to read it into
+    READ_ERROR = 28  #: on SSD, and the device did not give it back
     QUOTA = 40  #: the tenant is at its limit
     FULL = 41  #: no room, and nothing evictable
     REFUSED = 42  #: the node refused it; the log has the reason
@@ -54,6 +56,30 @@ class PlaceState(IntEnum):
     PRESENT = 1  #: the named node has it
     IN_FLIGHT = 2  #: another writer was sent to the named node with it
     NOWHERE = 3  #: no active node has room
+
+
+class Departure(IntEnum):
+    """Why a block left a tier of a node. Values are wire format: never renumber."""
+
+    UNKNOWN = 0  #: not told (a node of an earlier version)
+    ROOM = 1  #: the node was full, and the block was its turn
+    QUOTA = 2  #: its tenant's share was full
+    LOWERED = 3  #: its tenant's share was lowered
+    DEVICE = 4  #: its device failed
+    CORRUPT = 5  #: its bytes did not match
+    REMOVED = 6  #: a client removed it
+    DROPPED = 7  #: its tenant or namespace was dropped
+    EPOCH = 8  #: its weights are of the past
+    HINT = 9  #: its owner said that it may leave
+    ORPHAN = 10  #: its prefix had left before it
+
+
+class HintKind(IntEnum):
+    """What a hint asks for. Values are wire format."""
+
+    KEEP = 1  #: leave after all others of the same tenant, until the time is over
+    FORGET = 2  #: no longer keep
+    DROP = 3  #: leave first
 
 
 #: One granted slot in an AcquireOk, little-endian: slab u32, slot u32 (index into the slab's generation

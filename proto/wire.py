@@ -73,6 +73,8 @@ class Kind(IntEnum):
     OK = 57
     NODE_INFO = 58
     NODE_INFO_OK = 59
+    HINT = 60
+    HINT_OK = 61
 
 
 _KNOWN = frozenset(int(kind) for kind in Kind)

@@ -1,17 +1,20 @@
-"""The node's DRAM: slabs of equal size, each cut into slots of one size at a time.
+"""One tier's room: slabs of equal size, each cut into slots of one size at a time.
 
-All memory is allocated and faulted at the start. A slab takes a slot size when a size needs one and goes
-back to the free list when its last slot is freed, so that namespaces with different block sizes share a
-node. What to evict when nothing is free is the inventory's business.
+A slab takes a slot size when a size needs one and goes back to the free list when its last slot is freed,
+so that namespaces with different block sizes share a node. What to evict when nothing is free is the
+inventory's business. DRAM is allocated and faulted at the start; extents of SSDs are cut the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
 
 from kvstrata.proto.errors import ConfigError
-from kvstrata.storage.slab import Slab, slots_of
+from kvstrata.storage.grid import SlotGrid
+from kvstrata.storage.slab import Slab
+
+G = TypeVar("G", bound=SlotGrid)
 
 SLAB_BYTES_MIN: Final = 4 << 20
 SLAB_BYTES_MAX: Final = 256 << 20
@@ -42,37 +45,31 @@ def slab_bytes_for(dram_bytes: int, wanted: int | None, *, hugepages: bool = Fal
     return size
 
 
-class Arena:
-    """Slabs and their generations. Not thread-safe: its owner's lock covers it.
+class Arena(Generic[G]):
+    """Grids and their generations, of one tier. Not thread-safe: its owner's lock covers it.
 
-    Raises :class:`ConfigError` when the memory is not to be had.
+    ``grids`` are of one size. It closes them when it is closed.
     """
 
-    def __init__(self, dram_bytes: int, slab_bytes: int | None = None, *, hugepages: bool = False) -> None:
-        self.slab_bytes = slab_bytes_for(dram_bytes, slab_bytes, hugepages=hugepages)
-        self.slabs: list[Slab] = []
-        try:
-            for index in range(dram_bytes // self.slab_bytes):
-                self.slabs.append(Slab(index, self.slab_bytes, hugepages=hugepages))
-        except BaseException:
-            self.close()
-            raise
-        self.bytes_total = len(self.slabs) * self.slab_bytes
+    def __init__(self, grids: Sequence[G], slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+        self.slabs: list[G] = list(grids)
+        self.bytes_total = len(self.slabs) * slab_bytes
         self.bytes_used = 0
-        self._free: list[Slab] = list(reversed(self.slabs))
-        self._shaped: dict[int, dict[int, Slab]] = {}
+        self._free: list[G] = list(reversed(self.slabs))
+        self._shaped: dict[int, dict[int, G]] = {}
         self._generation = 0
 
     def slots_in_a_slab(self, slot_bytes: int) -> int:
         """0 when a block of that size can never be held."""
-        return slots_of(self.slab_bytes, slot_bytes)
+        return self.slabs[0].room_for(slot_bytes)[0] if self.slabs else 0
 
-    def allocate(self, slot_bytes: int, count: int) -> list[tuple[Slab, int]]:
+    def allocate(self, slot_bytes: int, count: int) -> list[tuple[G, int]]:
         """Up to ``count`` free slots, in ascending runs; fewer when nothing more is free.
 
         The caller enters a record for each by :meth:`occupy` before it does anything else.
         """
-        slots: list[tuple[Slab, int]] = []
+        slots: list[tuple[G, int]] = []
         shaped = self._shaped.get(slot_bytes, {})
         for slab in shaped.values():
             if slab.free:
@@ -83,7 +80,7 @@ class Arena:
             slots.extend((fresh, slot) for slot in fresh.take(count - len(slots)))
         return slots
 
-    def _shape_one(self, slot_bytes: int) -> Slab | None:
+    def _shape_one(self, slot_bytes: int) -> G | None:
         if not self._free or not self.slots_in_a_slab(slot_bytes):
             return None
         slab = self._free.pop()
@@ -91,12 +88,23 @@ class Arena:
         self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
         return slab
 
+    def adopt(self, slab: G, slot_bytes: int, slots: Sequence[int], generation: int) -> None:
+        """Take a free grid into use as it was found on a device: cut to ``slot_bytes``, these slots taken.
+
+        ``generation`` is the greatest that was found in it. The caller enters a record for each slot.
+        """
+        self._free.remove(slab)
+        slab.shape(slot_bytes)
+        slab.adopt(slots)
+        self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
+        self._generation = max(self._generation, generation)
+
     def next_generation(self) -> int:
         """A number no slot of this node has ever had."""
         self._generation += 1
         return self._generation
 
-    def free(self, slab: Slab, slot: int) -> None:
+    def free(self, slab: G, slot: int) -> None:
         """Give one slot back; an empty slab goes back to the free list."""
         slab.give_back(slot)
         self.bytes_used -= slab.slot_bytes
@@ -112,7 +120,7 @@ class Arena:
         """True when slots of more than one size are in use."""
         return len(self._shaped) > 1
 
-    def others(self, slot_bytes: int, fits: Callable[[Slab], bool]) -> list[Slab]:
+    def others(self, slot_bytes: int, fits: Callable[[G], bool]) -> list[G]:
         """Slabs cut to any other slot size for which ``fits`` is true; O(slabs)."""
         return [s for size, shaped in self._shaped.items() if size != slot_bytes for s in shaped.values() if fits(s)]
 
@@ -147,3 +155,17 @@ class Arena:
         """Give all memory back. Views handed out keep theirs."""
         for slab in self.slabs:
             slab.close()
+
+
+def dram_arena(dram_bytes: int, slab_bytes: int | None = None, *, hugepages: bool = False) -> Arena[Slab]:
+    """All DRAM of a node, allocated now. Raises :class:`ConfigError` when the memory is not to be had."""
+    size = slab_bytes_for(dram_bytes, slab_bytes, hugepages=hugepages)
+    slabs: list[Slab] = []
+    try:
+        for index in range(dram_bytes // size):
+            slabs.append(Slab(index, size, hugepages=hugepages))
+    except BaseException:
+        for slab in slabs:
+            slab.close()
+        raise
+    return Arena(slabs, size)

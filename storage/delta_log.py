@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import Tier
+from kvstrata.proto.status import Departure, Tier
 from kvstrata.storage.records import Shelf
 
 #: Hashes in closed batches that are kept for masters to catch up with.
@@ -23,13 +23,19 @@ BATCH_HASHES_MAX: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChangeRun:
-    """Neighbouring changes of one kind: hashes of one tenant in one namespace and tier, packed."""
+    """Neighbouring changes of one kind: hashes of one tenant in one namespace and tier, packed.
+
+    ``why`` they were removed, and whose need (``cause``, a salt) it was.
+    """
 
     added: bool
     namespace: Namespace
+    epoch: int
     salt: str
     tier: Tier
     hashes: bytes
+    why: Departure = Departure.UNKNOWN
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,16 @@ class _Open:
     added: bool
     shelf: Shelf
     tier: Tier
+    why: Departure
+    cause: str
     hashes: list[bytes] = field(default_factory=list)
 
     def closed(self) -> ChangeRun:
-        return ChangeRun(self.added, self.shelf.entry.namespace, self.shelf.salt, self.tier, b"".join(self.hashes))
+        shelf = self.shelf
+        return ChangeRun(
+            self.added, shelf.entry.namespace, shelf.epoch, shelf.salt, self.tier, b"".join(self.hashes), self.why,
+            self.cause,
+        )  # fmt: skip
 
 
 class DeltaLog:
@@ -69,11 +81,23 @@ class DeltaLog:
         """A directory that has applied this batch knows all that an answer given now was based on."""
         return self.open_seq if self._open else self.open_seq - 1
 
-    def record(self, added: bool, shelf: Shelf, hashes: list[bytes], tier: Tier = Tier.DRAM) -> None:
-        """Note a change; O(hashes)."""
+    def record(
+        self,
+        added: bool,
+        shelf: Shelf,
+        hashes: list[bytes],
+        tier: Tier = Tier.DRAM,
+        why: Departure = Departure.UNKNOWN,
+        cause: str = "",
+    ) -> None:
+        """Note a change; O(hashes). ``why`` and ``cause`` are for removals."""
         last = self._open[-1] if self._open else None
-        if last is None or last.added is not added or last.shelf is not shelf or last.tier != tier:
-            last = _Open(added, shelf, tier)
+        if (
+            last is None
+            or last.shelf is not shelf
+            or (last.added, last.tier, last.why, last.cause) != (added, tier, why, cause)
+        ):
+            last = _Open(added, shelf, tier, why, cause)
             self._open.append(last)
         last.hashes.extend(hashes)
         self._open_count += len(hashes)

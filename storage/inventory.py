@@ -1,4 +1,4 @@
-"""Blocks and their slots: who has which, what is visible, and what leaves when there is no room.
+"""Blocks of one tier and their slots: who has which, what is visible, and what leaves when there is no room.
 
 The only place that allocates and frees slots, so that charges, LRU, delta log and allocator move
 together. It knows nothing of sessions or deadlines.
@@ -6,20 +6,33 @@ together. It knows nothing of sessions or deadlines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from kvstrata.proto.status import BlockStatus, Departure, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.isolated_lru import EvictionPolicy
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf
-from kvstrata.storage.slab import Slab
 from kvstrata.storage.story import Story
 
 
 class Inventory:
     """Not thread-safe: its owner's lock covers it. ``now`` is set by the owner for the log's sake."""
 
-    def __init__(self, arena: Arena, policy: EvictionPolicy, deltas: DeltaLog, counts: Counts) -> None:
+    def __init__(
+        self,
+        arena: Arena[Any],
+        policy: EvictionPolicy,
+        deltas: DeltaLog,
+        counts: Counts,
+        *,
+        tier: Tier = Tier.DRAM,
+        slot_bytes: Callable[[NamespaceEntry], int] = lambda entry: entry.slot_bytes,
+    ) -> None:
+        self.tier = tier
+        self.slot_bytes = slot_bytes
         self.arena = arena
         self.policy = policy
         self.deltas = deltas
@@ -36,16 +49,17 @@ class Inventory:
 
     # ------------------------------------------------------------------ a block's life
 
-    def admit(self, shelf: Shelf, hashes: Sequence[bytes], indexes: Sequence[int]) -> list[Block]:
+    def admit(self, shelf: Shelf, hashes: Sequence[bytes], indexes: Sequence[int]) -> tuple[list[Block], BlockStatus]:
         """Give slots to new blocks, in order, evicting what is colder than this call; maybe not to all.
 
-        Each gets a new generation, written to the table that readers compare, before any byte moves.
+        The status is what the others get: FULL or QUOTA. Each admitted one gets a new generation, written to
+        the table that readers compare, before any byte moves.
         """
-        slot_bytes = shelf.entry.slot_bytes
+        slot_bytes = self.slot_bytes(shelf.entry)
         arena = self.arena
         blocks: list[Block] = []
         self._enter(shelf, hashes, indexes, arena.allocate(slot_bytes, len(hashes)), blocks)
-        while len(blocks) < len(hashes) and self._make_room(slot_bytes, len(hashes) - len(blocks)):
+        while len(blocks) < len(hashes) and self._make_room(slot_bytes, len(hashes) - len(blocks), shelf.salt):
             done = len(blocks)
             slots = arena.allocate(slot_bytes, len(hashes) - done)
             self._enter(shelf, hashes[done:], indexes[done:], slots, blocks)
@@ -53,14 +67,14 @@ class Inventory:
             self.shelves.setdefault((shelf.entry.handle, shelf.salt), shelf)
             self.policy.charge(shelf.salt, len(blocks) * slot_bytes)
             self.story.tell(self.now, "reserved", shelf, blocks)
-        return blocks
+        return blocks, BlockStatus.FULL
 
     def _enter(
         self,
         shelf: Shelf,
         hashes: Sequence[bytes],
         indexes: Sequence[int],
-        slots: Sequence[tuple[Slab, int]],
+        slots: Sequence[tuple[SlotGrid, int]],
         blocks: list[Block],
     ) -> None:
         arena = self.arena
@@ -72,7 +86,7 @@ class Inventory:
             slab.pinned += 1
             shelf.blocks[key] = block
             blocks.append(block)
-        arena.bytes_used += len(slots) * shelf.entry.slot_bytes
+        arena.bytes_used += len(slots) * self.slot_bytes(shelf.entry)
 
     def publish(self, shelf: Shelf, blocks: Sequence[Block]) -> None:
         """Make blocks whose bytes are in place visible, all of one call."""
@@ -85,13 +99,14 @@ class Inventory:
         self.policy.next_stamp()
         self.policy.insert(blocks)
         self.visible += len(blocks)
-        self.deltas.record(True, shelf, [block.hash for block in blocks])
+        self.deltas.record(True, shelf, [block.hash for block in blocks], self.tier)
         self.story.tell(self.now, "committed", shelf, blocks)
 
-    def withdraw(self, block: Block, verb: str) -> None:
+    def withdraw(self, block: Block, verb: str, why: Departure = Departure.UNKNOWN, cause: str = "") -> None:
         """Nobody finds the block from here on. Its slot goes now, or when its last reader lets go.
 
-        A block in flight keeps its slot until its reservation calls :meth:`drop`.
+        ``why`` it left, and the salt whose need it was, are told to the directory. A block in flight keeps
+        its slot until its reservation calls :meth:`drop`.
         """
         shelf = block.shelf
         del shelf.blocks[block.hash]
@@ -101,7 +116,7 @@ class Inventory:
         if block.state == VISIBLE:
             self.policy.discard(block)
             self.visible -= 1
-            self.deltas.record(False, shelf, [block.hash])
+            self.deltas.record(False, shelf, [block.hash], self.tier, why, cause)
             if not block.leases:
                 block.slab.pinned += 1  # as every block that is neither visible nor free; undone by drop
                 self._free(block)
@@ -164,7 +179,7 @@ class Inventory:
 
     # ------------------------------------------------------------------ room
 
-    def _make_room(self, slot_bytes: int, wanted: int) -> int:
+    def _make_room(self, slot_bytes: int, wanted: int, cause: str) -> int:
         """Free up to ``wanted`` slots of a size, none of them touched by this call; slots freed.
 
         A whole slab of another size goes when all in it is colder than this size's coldest, or when
@@ -179,27 +194,27 @@ class Inventory:
             if not freed or victim is None:
                 slab = self._slab_to_take(slot_bytes, this_call if victim is None else victim.stamp)
                 if slab is not None:
-                    self._clear(slab)
+                    self._clear(slab, cause)
                     freed += self.arena.slots_in_a_slab(slot_bytes)
                     continue
             if victim is None:
                 break
             self.counts.evicted += 1
-            self.withdraw(victim, "evicted")
+            self.withdraw(victim, "evicted", Departure.ROOM, cause)
             freed += 1
         return freed
 
-    def _slab_to_take(self, slot_bytes: int, colder_than: int) -> Slab | None:
+    def _slab_to_take(self, slot_bytes: int, colder_than: int) -> SlotGrid | None:
         if not self.arena.slots_in_a_slab(slot_bytes):
             return None
         idle = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < colder_than)
         return min(idle, key=lambda slab: slab.hot, default=None)
 
-    def _clear(self, slab: Slab) -> None:
+    def _clear(self, slab: SlotGrid, cause: str) -> None:
         self.counts.slabs_taken_over += 1
         self.counts.evicted += len(slab.blocks)
         for block in list(slab.blocks.values()):
-            self.withdraw(block, "evicted")
+            self.withdraw(block, "evicted", Departure.ROOM, cause)
 
     # ------------------------------------------------------------------ what there is
 

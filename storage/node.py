@@ -20,7 +20,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.logs import get_logger
-from kvstrata.storage.arena import Arena
+from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.config import StorageConfig
@@ -61,7 +61,7 @@ class StorageNode:
         self._private: Path | None = None
         self._ends: list[Callable[[], None]] = [self.directory.close]
         try:
-            self.arena = Arena(config.dram_bytes, config.slab_bytes, hugepages=config.hugepages)
+            self.arena = dram_arena(config.dram_bytes, config.slab_bytes, hugepages=config.hugepages)
         except BaseException:
             self.directory.close()
             raise

@@ -144,7 +144,14 @@ class Outbox:
 def _delta(batch: DeltaBatch) -> control.Delta:
     changes = [
         control.Change(
-            added=run.added, spec=run.namespace.to_spec(), salt=run.salt, tier=int(run.tier), hashes=run.hashes
+            added=run.added,
+            spec=run.namespace.to_spec(),
+            epoch=run.epoch,
+            salt=run.salt,
+            tier=int(run.tier),
+            hashes=run.hashes,
+            reason=int(run.why),
+            cause=run.cause,
         )
         for run in batch.runs
     ]

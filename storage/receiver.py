@@ -31,7 +31,7 @@ def runs(blocks: Sequence[Block], nbytes_max: int = SEND_BYTES) -> list[tuple[me
                 continue
         offset = blocks[start].offset
         count = position - start
-        joined.append((blocks[start].slab.view[offset : offset + count * block_bytes], count))
+        joined.append((blocks[start].memory.view[offset : offset + count * block_bytes], count))
         start = position
     return joined
 
@@ -60,6 +60,5 @@ def receive(connection: ServerConnection, blocks: Sequence[Block], checksums: Se
 
 def mismatched(blocks: Sequence[Block], checksums: Sequence[int]) -> list[int]:
     """Positions whose bytes, as they lie in their slots, do not match."""
-    size = blocks[0].shelf.entry.block_bytes
     rows = enumerate(zip(blocks, checksums, strict=True))
-    return [i for i, (b, expected) in rows if _digest(b.slab.view[b.offset : b.offset + size]) != expected]
+    return [i for i, (b, expected) in rows if _digest(b.bytes()) != expected]

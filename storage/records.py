@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from kvstrata.proto.keys import Namespace
+from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
 if TYPE_CHECKING:
@@ -19,31 +20,37 @@ GONE: Final = 3  #: its slot has been freed
 
 
 class NamespaceEntry:
-    """One namespace by its handle, with what the hot path needs of it at hand."""
+    """One namespace by its handle, with what the hot path needs of it at hand. ``epoch`` moves with its group's."""
 
-    __slots__ = ("block_bytes", "handle", "namespace", "slot_bytes", "width")
+    __slots__ = ("block_bytes", "epoch", "handle", "namespace", "slot_bytes", "width")
 
-    def __init__(self, handle: int, namespace: Namespace) -> None:
+    def __init__(self, handle: int, namespace: Namespace, epoch: int = 0) -> None:
         self.handle = handle
         self.namespace = namespace
+        self.epoch = epoch
         self.width = namespace.hash_bytes
         self.block_bytes = namespace.block_bytes
         self.slot_bytes = slot_size(namespace.block_bytes)
 
 
 class Shelf:
-    """All blocks of one tenant in one namespace: hash -> record, in flight or visible."""
+    """All blocks of one tenant in one namespace in one tier: hash -> record, in flight or visible.
 
-    __slots__ = ("blocks", "entry", "salt")
+    ``epoch`` is the weight epoch of all of them. A ``retired`` shelf is found by nobody any more.
+    """
+
+    __slots__ = ("blocks", "entry", "epoch", "retired", "salt")
 
     def __init__(self, entry: NamespaceEntry, salt: str) -> None:
         self.entry = entry
         self.salt = salt
+        self.epoch = entry.epoch
+        self.retired = False
         self.blocks: dict[bytes, Block] = {}
 
 
 class Block:
-    """One slot's tenant. ``parent`` is the block before it in its chain, when that is here too.
+    """One slot's tenant, in DRAM or on an SSD. ``parent`` is the block before it in its chain, when that is here too.
 
     ``children`` counts resident blocks whose parent this is: they leave first. ``parked`` is set while
     the LRU has taken a protected block out of its order.
@@ -54,7 +61,7 @@ class Block:
         "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
-    def __init__(self, shelf: Shelf, key: bytes, slab: Slab, slot: int, generation: int, index: int) -> None:
+    def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
         self.shelf = shelf
         self.hash = key
         self.slab = slab
@@ -72,13 +79,19 @@ class Block:
 
     @property
     def offset(self) -> int:
-        """Byte offset of its slot in the slab's memfd."""
+        """Byte offset of its slot in the slab's memfd, or in the extent's device."""
         return self.slab.offset(self.slot)
 
+    @property
+    def memory(self) -> Slab:
+        """The slab of a block in DRAM."""
+        return cast(Slab, self.slab)
+
     def bytes(self) -> memoryview:
-        """Its payload, in place. Only for who holds a lease on it or is writing it."""
-        start = self.slab.offset(self.slot)
-        return self.slab.view[start : start + self.shelf.entry.block_bytes]
+        """Its payload, in place, of a block in DRAM. Only for who holds a lease on it or is writing it."""
+        slab = self.memory
+        start = slab.offset(self.slot)
+        return slab.view[start : start + self.shelf.entry.block_bytes]
 
 
 class Lease:
@@ -128,6 +141,7 @@ class Counts:
     already_present: int = 0
     in_flight: int = 0
     full: int = 0
+    quota: int = 0
     refused: int = 0
     aborted: int = 0
     corrupt: int = 0

@@ -176,7 +176,7 @@ def read_descriptors(packed: bytes, blocks: int, pieces: int, block_bytes: int, 
 
 def pull(region: ClientRegion, blocks: Sequence[Block], descriptors: Descriptors) -> None:
     """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
-    base = np.fromiter((block.slab.address + block.offset for block in blocks), np.int64, len(blocks))
+    base = np.fromiter((block.memory.address + block.offset for block in blocks), np.int64, len(blocks))
     offset, length = descriptors[:, :, 0], descriptors[:, :, 1]
     if descriptors.shape[1] == 1:
         region.pull(base, offset.ravel(), length.ravel())

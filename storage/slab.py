@@ -16,17 +16,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import heapq
 import mmap
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from kvstrata.proto.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvstrata.storage.records import Block
+from kvstrata.storage.grid import SlotGrid
 
 PAGE_BYTES: Final = 4096
 GENERATION_BYTES: Final = 8
@@ -53,73 +50,23 @@ def _table_bytes(slots: int) -> int:
     return -(-slots * GENERATION_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
-class Slab:
-    """Free slots are those of a min-heap, then those from ``_fresh`` up, so that a batch lies in one run.
+class Slab(SlotGrid):
+    """A grid of slots over memory of its own, which clients on this host may map read-only."""
 
-    ``blocks`` maps taken slots to their records. ``pinned`` counts those that cannot be evicted now,
-    ``hot`` is the youngest LRU stamp that any of its blocks has had: both kept by the inventory.
-    """
+    __slots__ = ("_mapping", "address", "fd", "share_fd", "view")
 
-    __slots__ = (
-        "_freed", "_fresh", "_mapping", "address", "blocks", "data_offset", "fd", "generations", "hot", "index",
-        "nbytes", "pinned", "share_fd", "slot_bytes", "slots", "view",
-    )  # fmt: skip
+    generations: memoryview
 
     def __init__(self, index: int, nbytes: int, *, hugepages: bool = False) -> None:
-        self.index = index
-        self.nbytes = nbytes
         self.fd, self._mapping = _sealed_memory(f"kvstrata-slab-{index}", nbytes, hugepages)
         self.share_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self.view = memoryview(self._mapping)
         self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
-        self.generations = self.view[: nbytes // GENERATION_BYTES * GENERATION_BYTES].cast("Q")
-        self.blocks: dict[int, Block] = {}
-        self.pinned = 0
-        self.hot = 0
-        self._freed: list[int] = []
-        self.shape(0)
+        super().__init__(index, nbytes, self.view[: nbytes // GENERATION_BYTES * GENERATION_BYTES].cast("Q"))
 
-    def shape(self, slot_bytes: int) -> None:
-        """Give the empty slab another slot size; 0 takes it out of use."""
-        assert not self.blocks, f"slab {self.index} has {len(self.blocks)} slots taken"
-        self.slot_bytes = slot_bytes
-        self.slots = slots_of(self.nbytes, slot_bytes) if slot_bytes else 0
-        self.data_offset = _table_bytes(self.slots)
-        self._fresh = 0
-        self._freed.clear()
-
-    @property
-    def free(self) -> int:
-        return self.slots - len(self.blocks)
-
-    def take(self, count: int) -> list[int]:
-        """Up to ``count`` free slots, lowest first. The caller enters them in ``blocks``."""
-        freed = self._freed
-        taken = [heapq.heappop(freed) for _ in range(min(count, len(freed)))]
-        more = min(count - len(taken), self.slots - self._fresh)
-        taken.extend(range(self._fresh, self._fresh + more))
-        self._fresh += more
-        return taken
-
-    def give_back(self, slot: int) -> None:
-        """Free a slot; O(log slots)."""
-        del self.blocks[slot]
-        heapq.heappush(self._freed, slot)
-
-    def offset(self, slot: int) -> int:
-        """Byte offset of a slot in the memfd."""
-        return self.data_offset + slot * self.slot_bytes
-
-    def check(self) -> None:
-        """Assert that every slot is either taken, freed or fresh, and exactly one of them."""
-        freed = set(self._freed)
-        assert len(freed) == len(self._freed), f"slab {self.index}: a slot was freed twice"
-        assert not freed & self.blocks.keys(), f"slab {self.index}: slots both free and taken"
-        assert freed | self.blocks.keys() == set(range(self._fresh)), f"slab {self.index}: slots are lost"
-        assert self.data_offset + self.slots * self.slot_bytes <= self.nbytes
-        for slot, block in self.blocks.items():
-            assert block.slab is self and block.slot == slot
-            assert self.generations[slot] == block.generation, f"slab {self.index} slot {slot}: another generation"
+    def room_for(self, slot_bytes: int) -> tuple[int, int]:
+        count = slots_of(self.nbytes, slot_bytes)
+        return count, _table_bytes(count)
 
     def close(self) -> None:
         """Give the descriptors back, and the memory once nobody holds a view of it. Safe twice."""

@@ -14,7 +14,7 @@ from typing import Final
 from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, Departure, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.inventory import Inventory
@@ -22,6 +22,8 @@ from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
+from kvstrata.storage.slab import Slab
+from kvstrata.storage.ssd.base import SsdStore
 
 log = get_logger(__name__)
 
@@ -82,17 +84,37 @@ class _Sorted:
 class NodeState:
     """All state of one node. See the module for who holds the lock and who tells the time."""
 
-    def __init__(self, arena: Arena, policy: EvictionPolicy | None = None, deltas: DeltaLog | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena[Slab],
+        policy: EvictionPolicy | None = None,
+        deltas: DeltaLog | None = None,
+        ssd: SsdStore | None = None,
+    ) -> None:
         self.counts = Counts()
         self.deltas = deltas or DeltaLog()
         self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts)
         self.arena = arena
+        self.ssd = self._ssd_tier(ssd)
         self._sessions: dict[bytes, Holdings] = {}
         self.leases = LeaseBook(self.inventory, self._sessions)
         self.reservations = ReservationBook(self.inventory, self._sessions)
         self._handles: dict[Namespace, NamespaceEntry] = {}
         self._entries: list[NamespaceEntry] = []
         self._epochs: dict[str, int] = {}
+
+    def _ssd_tier(self, store: SsdStore | None) -> Inventory | None:
+        """The same bookkeeping over the extents of the node's devices, with a policy of its own."""
+        if store is None:
+            return None
+        return Inventory(
+            store.arena,
+            IsolatedLRU(),
+            self.deltas,
+            self.counts,
+            tier=Tier.SSD,
+            slot_bytes=lambda entry: store.slot_bytes(entry.block_bytes),
+        )
 
     # ------------------------------------------------------------------ namespaces
 
@@ -212,10 +234,16 @@ class NodeState:
             self.counts.refused += len(fresh)
             return []
         positions = list(fresh.values())
-        granted = self.inventory.admit(shelf, list(fresh), [first_index + position for position in positions])
+        granted, refusal = self.inventory.admit(shelf, list(fresh), [first_index + position for position in positions])
         for position in positions[: len(granted)]:
             status[position] = _RESERVED
-        self.counts.full += len(fresh) - len(granted)
+        for position in positions[len(granted) :]:
+            status[position] = refusal
+        refused = len(fresh) - len(granted)
+        if refusal == BlockStatus.QUOTA:
+            self.counts.quota += refused
+        else:
+            self.counts.full += refused
         return granted
 
     def _chain(self, shelf: Shelf, found: _Sorted, before: Block | None) -> None:
@@ -281,7 +309,7 @@ class NodeState:
 
     def _withdraw_all(self, shelf: Shelf, blocks: list[Block]) -> int:
         for block in blocks:
-            self.inventory.withdraw(block, "removed")
+            self.inventory.withdraw(block, "removed", Departure.REMOVED)
         self.counts.removed += len(blocks)
         return len(blocks)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstrata.proto import errors, wire
 from kvstrata.proto.errors import InvalidArgument, ProtocolError
 from kvstrata.proto.keys import Namespace, check_salt, pack_hashes, split_hashes
-from kvstrata.proto.status import HELD, BlockStatus
+from kvstrata.proto.status import HELD, BlockStatus, Departure, HintKind
 from kvstrata.proto.wire import Kind
 
 BASE = Namespace("llama/bf16/bs16", 2 << 20, 16, 16, 1, 4)
@@ -125,6 +125,11 @@ def test_status_values_are_frozen() -> None:
     assert {status.name: status.value for status in BlockStatus} == {
         "UNKNOWN": 0, "STORED": 1, "ALREADY_PRESENT": 2, "LOADED": 3, "RESERVED": 10, "IN_FLIGHT": 11,
         "MISSING": 20, "EVICTED": 21, "LEASE_LOST": 22, "CORRUPT": 23, "NODE_LOST": 24, "LATE": 25,
-        "NOT_YET": 26, "QUOTA": 40, "FULL": 41, "REFUSED": 42, "ABORTED": 43,
+        "NOT_YET": 26, "NO_ROOM": 27, "READ_ERROR": 28, "QUOTA": 40, "FULL": 41, "REFUSED": 42, "ABORTED": 43,
     }  # fmt: skip
     assert {status for status in BlockStatus if 0 < status < 10} == HELD
+    assert {why.name: why.value for why in Departure} == {
+        "UNKNOWN": 0, "ROOM": 1, "QUOTA": 2, "LOWERED": 3, "DEVICE": 4, "CORRUPT": 5, "REMOVED": 6, "DROPPED": 7,
+        "EPOCH": 8, "HINT": 9, "ORPHAN": 10,
+    }  # fmt: skip
+    assert {kind.name: kind.value for kind in HintKind} == {"KEEP": 1, "FORGET": 2, "DROP": 3}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.proto.keys import Namespace
-from kvstrata.storage.arena import Arena
+from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.records import Block
@@ -38,7 +38,7 @@ class Node:
     SESSION = b"s" * 16
 
     def __init__(self, slabs: int = 4, block_bytes: int = 4096) -> None:
-        self.arena = Arena(slabs * SLAB_BYTES, SLAB_BYTES)
+        self.arena = dram_arena(slabs * SLAB_BYTES, SLAB_BYTES)
         self.state = NodeState(self.arena)
         self.namespace = Namespace("model", block_bytes, 16)
         self.handle = self.state.open_namespace(self.namespace)[0]

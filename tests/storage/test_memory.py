@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage import process_memory
-from kvstrata.storage.arena import Arena, slab_bytes_for
+from kvstrata.storage.arena import dram_arena, slab_bytes_for
 from kvstrata.storage.records import Block, NamespaceEntry, Shelf
 from kvstrata.storage.regions import RegionAsk, RegionBook, read_descriptors
 from kvstrata.storage.slab import SEALS, Slab, slot_size, slots_of
@@ -91,7 +91,7 @@ def test_slab_sizes() -> None:
 
 def test_hugepages_that_are_not_there_say_what_to_do() -> None:
     try:
-        Arena(1 << 40, 1 << 39, hugepages=True)
+        dram_arena(1 << 40, 1 << 39, hugepages=True)
     except ConfigError as error:
         assert "nr_hugepages" in str(error)
     else:
@@ -104,7 +104,7 @@ Take = tuple[int, int]
 @settings(deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from([64, 1024, 4096, 20480]), st.integers(-20, 40)), max_size=30))
 def test_slots_are_given_once_and_come_back(steps: list[Take]) -> None:
-    arena = Arena(4 * (64 << 10), 64 << 10)
+    arena = dram_arena(4 * (64 << 10), 64 << 10)
     shelf = Shelf(NamespaceEntry(1, Namespace("m", 1, 16)), "")
     taken: dict[int, list[Block]] = {}
     for size, count in steps:
@@ -126,7 +126,7 @@ def test_slots_are_given_once_and_come_back(steps: list[Take]) -> None:
 
 
 def test_a_batch_lies_in_one_ascending_run() -> None:
-    arena = Arena(2 * MIB, MIB)
+    arena = dram_arena(2 * MIB, MIB)
     first = arena.allocate(4096, 100)
     assert [slot for _, slot in first] == list(range(100)) and len({slab for slab, _ in first}) == 1
     second = arena.allocate(4096, 200)

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
-from kvstrata.storage.arena import Arena
+from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.records import Block, Lease, Reservation
 from kvstrata.storage.state import NodeState, WriteAsk
@@ -62,7 +62,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(SLABS * SLAB_BYTES, SLAB_BYTES)
+        self.arena = dram_arena(SLABS * SLAB_BYTES, SLAB_BYTES)
         self.state = NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20))
         self.namespaces = [Namespace(f"model-{size}", size, 16) for size in SIZES]
         self.handles = [self.state.open_namespace(namespace)[0] for namespace in self.namespaces]

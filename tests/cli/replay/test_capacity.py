@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.cli.replay.capacity import NODE_BYTES_MIN, blocks_held, node_bytes_for
-from kvstrata.storage.arena import Arena, slab_bytes_for
+from kvstrata.storage.arena import dram_arena, slab_bytes_for
 from kvstrata.storage.slab import slot_size
 
 
@@ -22,7 +22,7 @@ def test_a_node_holds_what_it_was_sized_for_and_little_more(blocks: int, block_b
 @pytest.mark.parametrize("block_bytes", [100, 2048, 5000, 1 << 20])
 def test_a_real_arena_holds_as_many(block_bytes: int) -> None:
     size = node_bytes_for(20, block_bytes)
-    arena = Arena(size)
+    arena = dram_arena(size)
     try:
         total = sum(arena.slots_in_a_slab(slot_size(block_bytes)) for _ in arena.slabs)
         assert total == blocks_held(size, block_bytes) >= 20

@@ -1,0 +1,1 @@
+"""The SSD tier: extents of devices, cut into slots that describe themselves."""
