@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.storage import durable_file
 
 FORMAT: Final = 1
 _IDENTITY: Final = "identity.json"
@@ -95,20 +96,7 @@ class DataDirectory:
 
 
 def _write_durably(file: Path, record: dict[str, Any]) -> None:
-    """Replace the file whole: after a crash it holds the old record or the new one."""
-    fresh = file.with_suffix(".new")
     try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, json.dumps(record).encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        fresh.replace(file)
-        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        durable_file.replace(file, json.dumps(record).encode())
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
