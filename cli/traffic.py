@@ -31,7 +31,7 @@ _STAND_IN = "Engine stand-ins"
 _PAGED = "Paged engines"
 
 #: Options of one kind of engine only, by name.
-STAND_IN_ONLY = ("private_tokens", "bytes_per_token", "scale", "session_start", "tenants")
+STAND_IN_ONLY = ("pool_ssd", "private_tokens", "bytes_per_token", "scale", "session_start", "tenants")
 PAGED_ONLY = (
     "model", "tokenizer", "agent", "concurrency", "output_tokens", "max_prompt_tokens", "kv_memory", "cases", "faults",
 )  # fmt: skip
@@ -59,6 +59,9 @@ def replay(
     master: Annotated[str | None, addresses_flag(help="Use this running pool.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots here.")] = None,
     as_json: Json = False,
+    pool_ssd: Annotated[
+        int, size_flag(help="An SSD tier beside --pool-bytes; none by default.", rich_help_panel=_STAND_IN)
+    ] = 0,
     private_tokens: Annotated[
         int, typer.Option(help="Tokens that each engine caches itself.", min=0, rich_help_panel=_STAND_IN)
     ] = 500_000,
@@ -110,6 +113,7 @@ def replay(
     if think_cap is not None:
         common["think_cap_s"] = think_cap
     stand_in: dict[str, Any] = {
+        "pool_ssd_bytes": pool_ssd,
         "private_tokens": private_tokens,
         "bytes_per_token": bytes_per_token,
         "scale": scale,

@@ -52,6 +52,7 @@ class _Tally:
     store_s: float = 0.0
     verify_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
 
     def failed(self, call: str, error: KVError) -> None:
         """A call that the pool could not serve at all."""
@@ -103,6 +104,7 @@ class Engine:
             store_s=tally.store_s,
             verify_s=tally.verify_s,
             reasons=dict(tally.reasons),
+            tiers=dict(tally.tiers),
             body=stored.tobytes(),
         )
 
@@ -161,6 +163,7 @@ class Engine:
             tally.load_s += time.perf_counter() - started
         loaded = result.loaded
         tally.reasons.update(_misses(result.status[~loaded]))
+        tally.tiers.update(result.by_tier())
         started = time.perf_counter()
         rows = self._staging[: len(hashes)]
         # Fancy indexing copies: only where there are holes.

@@ -69,7 +69,8 @@ class Work(Message):
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Message):
-    """What became of one request: block counts, payload bytes, measured seconds, and statuses by name.
+    """What became of one request: block counts, payload bytes, measured seconds, statuses by name, and the blocks
+    loaded by tier.
 
     ``body`` is one byte a block, 1 where this request stored it. A non-empty ``error`` is a failed request.
     """
@@ -87,6 +88,7 @@ class Outcome(Message):
     store_s: float = 0.0
     verify_s: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, int] = field(default_factory=dict)
     error: str = ""
     body: bytes = b""
 

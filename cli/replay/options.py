@@ -24,7 +24,8 @@ Routing = Literal["round-robin", "sticky"]
 class ReplayOptions:
     """Units are in the names; ``trace`` None is the seeded generator, ``masters`` None starts a pool of our own.
 
-    ``pool_bytes`` None is 8 times what the engines hold privately. ``sessions`` keeps the
+    ``pool_bytes`` None is 8 times what the engines hold privately; ``pool_ssd_bytes`` is an SSD tier beside it, of a
+    pool of our own. ``sessions`` keeps the
     first so many sessions of the trace, ``scale`` the first such fraction of those. Raises :class:`ConfigError`.
     """
 
@@ -34,6 +35,7 @@ class ReplayOptions:
     routing: Routing = "round-robin"
     private_tokens: int = 500_000
     pool_bytes: int | None = None
+    pool_ssd_bytes: int = 0
     block_tokens: int = 512
     bytes_per_token: int = 4
     sessions: int | None = None
@@ -60,6 +62,10 @@ class ReplayOptions:
             _within("sessions", self.sessions, 1, 1 << 31)
         if self.pool_bytes is not None:
             _within("pool_bytes", self.pool_bytes, slot_size(self.block_bytes), 1 << 50)
+        if self.pool_ssd_bytes:
+            _within("pool_ssd_bytes", self.pool_ssd_bytes, 1 << 20, 1 << 50)
+            if self.masters is not None:
+                raise ConfigError("pool_ssd_bytes is for a pool that the replay starts, not for a running one")
         if not 0 < self.scale <= 1:
             raise ConfigError(f"scale is {self.scale}: it must be above 0 and at most 1")
         if self.routing not in ("round-robin", "sticky"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from kvstrata.cli.replay.capacity import blocks_held, node_bytes_for
+from kvstrata.cli.replay.capacity import blocks_held, node_bytes_for, ssd_blocks_held
 from kvstrata.cli.replay.options import ReplayOptions
 from kvstrata.cli.replay.processes import READY_S, Child, command, ready_line
 from kvstrata.cli.replay.roster import Roster
@@ -20,9 +20,13 @@ class OwnPool:
     ``masters`` is the address to give to clients.
     """
 
-    def __init__(self, nodes: int, node_bytes: int, seed: int = 0) -> None:
-        """Start them all; raises ``Unavailable`` (and leaves nothing behind) when one does not get ready."""
+    def __init__(self, nodes: int, node_bytes: int, seed: int = 0, *, node_ssd_bytes: int = 0) -> None:
+        """Start them all, with an SSD tier of ``node_ssd_bytes`` each.
+
+        Raises ``Unavailable`` (and leaves nothing behind) when one does not get ready.
+        """
         self._node_bytes = node_bytes
+        self._node_ssd_bytes = node_ssd_bytes
         self._data = tempfile.TemporaryDirectory(prefix="kvstrata-replay-")
         self.master: Child | None = None
         self.nodes: list[Child] = []
@@ -41,11 +45,13 @@ class OwnPool:
     def of(cls, options: ReplayOptions) -> OwnPool:
         """One that holds at least the blocks that ``options`` ask for."""
         node_bytes = node_bytes_for(-(-options.pool_blocks // options.nodes), options.block_bytes)
-        return cls(options.nodes, node_bytes, options.seed)
+        node_ssd_bytes = options.pool_ssd_bytes // options.nodes
+        return cls(options.nodes, node_bytes, options.seed, node_ssd_bytes=node_ssd_bytes)
 
     def blocks(self, block_bytes: int) -> int:
-        """How many blocks of this size the nodes hold together."""
-        return len(self.nodes) * blocks_held(self._node_bytes, block_bytes)
+        """How many blocks of this size the nodes hold together, in both tiers."""
+        on_ssd = ssd_blocks_held(self._node_ssd_bytes, block_bytes)
+        return len(self.nodes) * (blocks_held(self._node_bytes, block_bytes) + on_ssd)
 
     def losses(self) -> list[str]:
         """How each process that is gone ended."""
@@ -70,7 +76,8 @@ class OwnPool:
         data = str(Path(self._data.name) / f"node-{number}")
         where = ("--master", self.masters, "--listen", _FREE, "--http", _FREE)
         name = f"storage-node-{number}"
-        self.nodes.append(self._start(name, "storage", *where, "--data", data, "--dram", str(node_bytes)))
+        tier = ("--ssd", f"{data}-ssd={self._node_ssd_bytes}") if self._node_ssd_bytes else ()
+        self.nodes.append(self._start(name, "storage", *where, "--data", data, "--dram", str(node_bytes), *tier))
 
     def _start(self, name: str, role: str, *arguments: str) -> Child:
         errors = Path(self._data.name) / f"{name}.log"

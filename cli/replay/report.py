@@ -77,6 +77,10 @@ def notes(result: ReplayResult) -> list[str]:
         "TTFT is queue + load + prefill, modelled with "
         + ", ".join(f"{name} {value:g}" for name, value in result.costs.stated().items()),
     ]
+    if set(traffic.tiers) - {"dram"}:
+        lines.append(
+            "loaded blocks by tier: " + ", ".join(f"{name} {count:,}" for name, count in traffic.tiers.items())
+        )
     if traffic.reasons:
         lines.append("not served: " + ", ".join(f"{count} x {name}" for name, count in traffic.reasons.items()))
     if traffic.unsettled:
@@ -103,6 +107,7 @@ def json_report(result: ReplayResult) -> dict[str, object]:
         "block_tokens": options.block_tokens,
         "bytes_per_token": options.bytes_per_token,
         "pool_blocks": result.pool_blocks,
+        "pool_ssd_bytes": options.pool_ssd_bytes,
         "tenants": options.tenants,
         "think_cap_s": options.think_cap_s,
         "session_start_s": options.session_start_s,
@@ -122,6 +127,7 @@ def json_report(result: ReplayResult) -> dict[str, object]:
         "failed_requests": traffic.failed_requests,
         "unsettled_lookups": traffic.unsettled,
         "reasons": traffic.reasons,
+        "tiers": traffic.tiers,
         "oracle_points": result.oracle_points,
         "ceiling_points": result.ceiling_points,
         "faults": list(result.faults),

@@ -58,6 +58,7 @@ class Traffic:
     failed_requests: int
     unsettled: int
     reasons: dict[str, int]
+    tiers: dict[str, int]  #: blocks loaded, by where they were
 
     @property
     def load_gb_s(self) -> float:
@@ -71,8 +72,10 @@ class Traffic:
     @classmethod
     def of(cls, measured: Measured) -> Traffic:
         reasons: Counter[str] = Counter()
+        tiers: Counter[str] = Counter()
         for outcome in measured.outcomes:
             reasons.update(outcome.reasons)
+            tiers.update(outcome.tiers)
         done = measured.outcomes
         return cls(
             seconds=measured.seconds,
@@ -84,6 +87,7 @@ class Traffic:
             failed_requests=sum(bool(outcome.error) for outcome in done),
             unsettled=sum(outcome.unsettled for outcome in done),
             reasons=dict(reasons.most_common()),
+            tiers=dict(sorted(tiers.items())),
         )
 
 

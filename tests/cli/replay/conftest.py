@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvstrata.cli.replay.messages import Setup
+from kvstrata.client.results import NO_TIER, LoadResult
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.keys import Namespace, split_hashes
 from kvstrata.proto.status import BlockStatus
@@ -49,7 +50,7 @@ class DictClient:
             present=present, hit_blocks=None if self.rebuilding else hit_blocks, answered=True, reasons={}
         )
 
-    def load(self, namespace: Namespace, salt: str, hashes: bytes, blocks: BlockView) -> SimpleNamespace:
+    def load(self, namespace: Namespace, salt: str, hashes: bytes, blocks: BlockView) -> LoadResult:
         self._up()
         names = list(split_hashes(hashes, 16))
         loaded = np.array([(salt, name) in self.rows and name not in self.lost for name in names], dtype=bool)
@@ -58,7 +59,7 @@ class DictClient:
             row = np.frombuffer(self.rows[salt, names[position]], dtype=np.uint8)
             blocks.region.bytes[start : start + len(row)] = row
         status = np.where(loaded, BlockStatus.LOADED, BlockStatus.NODE_LOST).astype(np.uint8)
-        return SimpleNamespace(loaded=loaded, status=status)
+        return LoadResult.of(status, np.where(loaded, 0, NO_TIER).astype(np.uint8), 0.0, 0)
 
     def store(
         self, namespace: Namespace, salt: str, hashes: bytes, blocks: BlockView, parent: bytes | None, first_index: int
