@@ -96,8 +96,10 @@ class Inventory:
             assert block.state == IN_FLIGHT
             block.state = VISIBLE
             block.slab.pinned -= 1
-        self.policy.next_stamp()
+        stamp = self.policy.next_stamp()
         self.policy.insert(blocks)
+        for block in blocks:
+            block.born = stamp
         self.visible += len(blocks)
         self.deltas.record(True, shelf, [block.hash for block in blocks], self.tier)
         self.story.tell(self.now, "committed", shelf, blocks)

@@ -53,12 +53,14 @@ class Block:
     """One slot's tenant, in DRAM or on an SSD. ``parent`` is the block before it in its chain, when that is here too.
 
     ``children`` counts resident blocks whose parent this is: they leave first. ``parked`` is set while
-    the LRU has taken a protected block out of its order.
+    the LRU has taken a protected block out of its order. ``born`` is its stamp when it became visible, so
+    that another stamp means that it was used; ``offered`` its stamp when it was last written, or refused,
+    to the other tier (0: never).
     """
 
     __slots__ = (
-        "checksum", "children", "generation", "hash", "index", "leases", "parent", "parked", "queue", "shelf",
-        "slab", "slot", "stamp", "state",
+        "born", "checksum", "children", "generation", "hash", "index", "leases", "offered", "parent", "parked",
+        "queue", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -72,6 +74,8 @@ class Block:
         self.leases = 0
         self.state = IN_FLIGHT
         self.stamp = 0
+        self.born = 0
+        self.offered = 0
         self.parent: Block | None = None
         self.children = 0
         self.parked = False
@@ -152,6 +156,16 @@ class Counts:
     reservations_expired: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    demoted: int = 0  #: written to SSD and flushed
+    demoted_bytes: int = 0
+    demote_refused: int = 0  #: no room for them on SSD
+    demote_failed: int = 0  #: the device did not take them, or they were gone before it had
+    evicted_unwritten: int = 0  #: left DRAM with no copy on SSD
+    promoted: int = 0  #: read from SSD into DRAM
+    promoted_bytes: int = 0
+    promote_refused: int = 0  #: no room for them in DRAM
+    ssd_corrupt: int = 0  #: on SSD, and not what was written
+    ssd_read_errors: int = 0
 
 
 @dataclass(slots=True)
