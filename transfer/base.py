@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import HintKind
 from kvstrata.transfer.regions import BlockView, Region
 
 StatusArray = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 Verify = Literal["always", "sample", "never"]
 
 
@@ -40,7 +42,8 @@ class Endpoint:
 class Fetch:
     """A read: block i of ``blocks`` receives the block whose hash is the i-th of ``hashes``.
 
-    ``hashes`` is packed, n * hash_bytes. ``deadline`` is in monotonic seconds.
+    ``hashes`` is packed, n * hash_bytes. ``deadline`` is in monotonic seconds. ``epoch``: the weight epoch of
+    the reader's namespace handle; a node at another one has nothing for it.
     """
 
     namespace: Namespace
@@ -49,11 +52,13 @@ class Fetch:
     blocks: BlockView
     deadline: float
     verify: Verify = "sample"
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """``status``, ``tier``: u8[n]; ``delta_seq`` goes into a miss report. Unloaded rows may hold garbage."""
+    """``status``, ``tier``: u8[n]; ``tier`` is where a loaded block was when the node was asked. ``delta_seq``
+    goes into a miss report. Unloaded rows may hold garbage."""
 
     status: StatusArray
     tier: npt.NDArray[np.uint8]
@@ -78,10 +83,23 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """``status``: u8[n]. No source byte is read after the call returns."""
+    """``status``: u8[n]; ``durable``: bool[n], True where the node has the block flushed on SSD, None: nowhere.
+    No source byte is read after the call returns."""
 
     status: StatusArray
     bytes_moved: int = 0
+    durable: Mask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Blocks by name, for calls that move no bytes to or from this process."""
+
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    deadline: float
+    epoch: int = 0
 
 
 class Lease(Protocol):
@@ -105,7 +123,16 @@ class Peer(Protocol):
 
     def fetch(self, request: Fetch) -> Fetched: ...
     def push(self, request: Push) -> Pushed: ...
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Lease: ...
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease: ...
+
+    def prefetch(self, blocks: Named) -> StatusArray:
+        """Begin to read blocks that are on SSD only into memory, and mark all as used; answers at once.
+
+        u8[n]: LOADED in memory, IN_FLIGHT being read, MISSING, or why not. Raises :class:`KVError`.
+        """
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        """Tell what is known of the blocks' future; how many the node moved for it. Raises :class:`KVError`."""
 
     def reachable(self) -> bool:
         """False while the breaker is open."""

@@ -17,8 +17,19 @@ import numpy.typing as npt
 
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Peer, Push, Pushed, StatusArray, Transport
+from kvstrata.proto.status import BlockStatus, HintKind
+from kvstrata.transfer.base import (
+    Endpoint,
+    Fetch,
+    Fetched,
+    Lease,
+    Named,
+    Peer,
+    Push,
+    Pushed,
+    StatusArray,
+    Transport,
+)
 from kvstrata.transfer.regions import BlockView, Region
 
 
@@ -116,10 +127,20 @@ class FaultyPeer:
         hashes = b"".join(request.hashes[i * width : (i + 1) * width] for i in kept.tolist())
         pushed = self.inner.push(replace(request, hashes=hashes, blocks=request.blocks[kept]))
         status[kept] = pushed.status
-        return replace(pushed, status=status)
+        durable = None
+        if pushed.durable is not None:
+            durable = np.zeros(len(hit), bool)
+            durable[kept] = pushed.durable
+        return replace(pushed, status=status, durable=durable)
 
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Lease:
-        return self.inner.view(namespace, salt, hashes, deadline)
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
+        return self.inner.view(namespace, salt, hashes, deadline, epoch)
+
+    def prefetch(self, blocks: Named) -> StatusArray:
+        return self.inner.prefetch(blocks)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        return self.inner.hint(blocks, kind, ttl_s)
 
     def reachable(self) -> bool:
         return self.inner.reachable()

@@ -12,11 +12,11 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, Unavailable
+from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, ProtocolError, Refused, Unavailable
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.base import Endpoint, Push, StatusArray
+from kvstrata.transfer.base import Endpoint, Named, Push, StatusArray
 from kvstrata.transfer.channel import Channel
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Disconnected, Late
@@ -25,6 +25,8 @@ from kvstrata.transfer.identity import Identity
 #: Leases handed back in one message.
 RELEASES_MAX: Final = 4096
 UPKEEP_S: Final = 0.25
+#: An acquire's mode that leases nothing and begins to read what is on SSD only.
+PREFETCH: Final = 2
 
 
 class NodeLink:
@@ -53,10 +55,42 @@ class NodeLink:
             hashes=request.hashes,
             parent=request.parent,
             first_index=request.first_index,
-            deadline_ms=max(1, int((request.deadline - time.monotonic()) * 1e3)),
+            deadline_ms=_left_ms(request.deadline),
             epoch=request.epoch,
             releases=self.take_releases(),
         )
+
+    # ------------------------------------------------------------------ blocks by name
+
+    def prefetch(self, blocks: Named) -> StatusArray:
+        """See :meth:`Peer.prefetch`."""
+        message = pb.Acquire(
+            ns=self.handle(blocks.namespace, blocks.deadline),
+            salt=blocks.salt,
+            hashes=blocks.hashes,
+            mode=PREFETCH,
+            deadline_ms=_left_ms(blocks.deadline),
+            releases=self.take_releases(),
+            epoch=blocks.epoch,
+        ).SerializeToString()
+        reply = expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, blocks.deadline), Kind.ACQUIRE_OK)
+        asked = len(blocks.hashes) // blocks.namespace.hash_bytes
+        if len(reply.status) != asked:
+            raise ProtocolError(f"the node answered {len(reply.status)} statuses for {asked} blocks")
+        return np.frombuffer(reply.status, np.uint8)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        """See :meth:`Peer.hint`."""
+        message = pb.Hint(
+            ns=self.handle(blocks.namespace, blocks.deadline),
+            salt=blocks.salt,
+            hashes=blocks.hashes,
+            epoch=blocks.epoch,
+            kind=int(kind),
+            ttl_ms=int(ttl_s * 1e3),
+        ).SerializeToString()
+        frame = self.channel.call(Kind.HINT, message, blocks.deadline)
+        return expect(pb.HintOk, frame, Kind.HINT_OK).blocks
 
     # ------------------------------------------------------------------ leases
 
@@ -96,6 +130,10 @@ class NodeLink:
         if self.channel.breaker.closed:  # a probe of a dead node would hold up the close
             with suppress(KVError):
                 self.upkeep()
+
+
+def _left_ms(deadline: float) -> int:
+    return max(1, int((deadline - time.monotonic()) * 1e3))
 
 
 def undecided(count: int) -> StatusArray:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, InvalidArgument, KVError, Unavailable
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import SLOT_ROW, BlockStatus
+from kvstrata.proto.status import SLOT_ROW, BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed, StatusArray
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import Sampler, block_checksum, checksums
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.copier import copy_into, copy_one
@@ -95,7 +95,7 @@ class ShmPeer:
         status, tier = undecided(count), np.zeros(count, np.uint8)
         sequence = 0
         try:
-            granted = self._acquire(request.namespace, request.salt, request.hashes, request.deadline)
+            granted = self._acquire(request.namespace, request.salt, request.hashes, request.deadline, request.epoch)
             status, sequence = granted.status, granted.delta_seq
             if granted.count:
                 tier[granted.positions] = granted.tier
@@ -109,8 +109,8 @@ class ShmPeer:
         """The same for one block in one piece, without arrays: here every microsecond shows."""
         blocks, namespace = request.blocks, request.namespace
         try:
-            reply, sent = self._ask(namespace, request.salt, request.hashes, request.deadline)
-            if reply.status != _ONE_LOADED or len(reply.rows) != SLOT_ROW.size:
+            reply, sent = self._ask(namespace, request.salt, request.hashes, request.deadline, request.epoch)
+            if reply.status != _ONE_LOADED or len(reply.rows) != SLOT_ROW.size or len(reply.tier) != 1:
                 granted = Granted(reply, sent, 1)
                 return Fetched(granted.status, np.zeros(1, np.uint8), granted.delta_seq)
             index, slot, offset, generation, checksum = SLOT_ROW.unpack(reply.rows)
@@ -127,17 +127,20 @@ class ShmPeer:
             finally:
                 self.link.give_back(reply.lease)
             moved = blocks.block_bytes if verdict is BlockStatus.LOADED else 0
-            return Fetched(np.array((verdict,), np.uint8), np.zeros(1, np.uint8), reply.delta_seq, moved)
+            tier = np.array((reply.tier[0],), np.uint8)
+            return Fetched(np.array((verdict,), np.uint8), tier, reply.delta_seq, moved)
         except KVError as error:
             status = undecided(1)
             settle(status, error)
             return Fetched(status, np.zeros(1, np.uint8))
 
-    def _acquire(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Granted:
-        reply, sent = self._ask(namespace, salt, hashes, deadline)
+    def _acquire(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int) -> Granted:
+        reply, sent = self._ask(namespace, salt, hashes, deadline, epoch)
         return Granted(reply, sent, len(hashes) // namespace.hash_bytes)
 
-    def _ask(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> tuple[pb.AcquireOk, float]:
+    def _ask(
+        self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int
+    ) -> tuple[pb.AcquireOk, float]:
         """The node's answer, and the moment before it was asked."""
         link = self.link
         sent = time.monotonic()
@@ -147,6 +150,7 @@ class ShmPeer:
             hashes=hashes,
             deadline_ms=max(1, int((deadline - sent) * 1e3)),
             releases=link.take_releases(),
+            epoch=epoch,
         ).SerializeToString()
         return expect(pb.AcquireOk, link.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
 
@@ -179,9 +183,9 @@ class ShmPeer:
         rows = zip(granted.slab.tolist(), granted.slot.tolist(), granted.generation.tolist(), strict=True)
         return [i for i, (slab, slot, generation) in enumerate(rows) if get(slab).generations[slot] != generation]
 
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> ShmLease:
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> ShmLease:
         """Lease blocks and hand out read-only arrays over them, without copying."""
-        granted = self._acquire(namespace, salt, hashes, deadline)
+        granted = self._acquire(namespace, salt, hashes, deadline, epoch)
         arrays: list[npt.NDArray[np.uint8] | None] = [None] * len(granted.status)
         if granted.count:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
@@ -192,32 +196,39 @@ class ShmPeer:
         self._views.add(lease)
         return lease
 
+    def prefetch(self, blocks: Named) -> StatusArray:
+        return self.link.prefetch(blocks)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        return self.link.hint(blocks, kind, ttl_s)
+
     # ------------------------------------------------------------------ writing
 
     def push(self, request: Push) -> Pushed:
-        status = undecided(len(request.blocks))
+        status, durable = undecided(len(request.blocks)), np.zeros(len(request.blocks), bool)
         try:
             method = self.method(request.blocks.region)
             if method:
-                self.pull(request, status)
+                self.pull(request, status, durable)
             else:
-                self._stage.push(self, request, status)
+                self._stage.push(self, request, status, durable)
         except KVError as error:
             settle(status, error)
         moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
-        return Pushed(status, moved)
+        return Pushed(status, moved, durable)
 
-    def pull(self, request: Push, status: StatusArray) -> None:
+    def pull(self, request: Push, status: StatusArray, durable: Mask) -> None:
+        """Let the node take the blocks; fills ``status`` and ``durable``."""
         try:
-            self._pull_once(request, status)
+            self._pull_once(request, status, durable)
         except InvalidArgument as error:
             if "region" not in str(error):
                 raise
             self._methods.pop(request.blocks.region.id, None)  # the node forgot our session: a broken link
             self.method(request.blocks.region)
-            self._pull_once(request, status)
+            self._pull_once(request, status, durable)
 
-    def _pull_once(self, request: Push, status: StatusArray) -> None:
+    def _pull_once(self, request: Push, status: StatusArray, durable: Mask) -> None:
         link, blocks = self.link, request.blocks
         at_once = len(blocks) * blocks.block_bytes <= COMMIT_AT_ONCE_BYTES
         message = pb.Pull(
@@ -232,12 +243,17 @@ class ShmPeer:
         frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
         reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
         status[:] = np.frombuffer(reply.status, np.uint8)
+        if reply.durable:
+            durable[:] = np.frombuffer(reply.durable, np.uint8) != 0
         granted = np.flatnonzero(status == _RESERVED)
         if not len(granted):
             return
         commit = pb.Commit(reservation=reply.reservation, checksums=hashed[-1][granted].tobytes())
         frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
-        status[granted] = np.frombuffer(expect(pb.CommitOk, frame, Kind.COMMIT_OK).status, np.uint8)
+        done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
+        status[granted] = np.frombuffer(done.status, np.uint8)
+        if done.durable:
+            durable[granted] = np.frombuffer(done.durable, np.uint8) != 0
 
     def method(self, region: Region) -> str:
         """How the node reads a region: asked once a region, "" means staging."""

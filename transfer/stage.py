@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto.errors import Unavailable
-from kvstrata.transfer.base import Push, StatusArray
+from kvstrata.transfer.base import Mask, Push, StatusArray
 from kvstrata.transfer.copier import copy_between
 from kvstrata.transfer.regions import Region, shareable
 
@@ -23,7 +23,7 @@ class Stage:
         self._lock = threading.Lock()
         self._region: Region | None = None
 
-    def push(self, peer: ShmPeer, request: Push, status: StatusArray) -> None:
+    def push(self, peer: ShmPeer, request: Push, status: StatusArray, durable: Mask) -> None:
         """Copy to the stage and let the node pull, a stageful at a time."""
         block_bytes = request.namespace.block_bytes
         hash_bytes = request.namespace.hash_bytes
@@ -48,7 +48,8 @@ class Stage:
                     first_index=request.first_index + start,
                     epoch=request.epoch,
                 )
-                peer.pull(staged, status[start : start + len(part)])
+                mine = slice(start, start + len(part))
+                peer.pull(staged, status[mine], durable[mine])
 
     def _ready(self, nbytes: int) -> Region:
         if self._region is None or self._region.nbytes < nbytes:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import KVError, ProtocolError, Refused
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Push, Pushed, StatusArray
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import block_checksum, checksums
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
@@ -93,6 +93,7 @@ class TcpPeer:
             mode=1,
             deadline_ms=max(1, int((request.deadline - time.monotonic()) * 1e3)),
             releases=link.take_releases(),
+            epoch=request.epoch,
         ).SerializeToString()
         sent = time.monotonic()
         with link.channel.exchange(Kind.ACQUIRE, message, request.deadline) as (connection, frame):
@@ -132,20 +133,28 @@ class TcpPeer:
         if corrupt:
             granted.status[granted.positions[corrupt]] = BlockStatus.CORRUPT
 
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> Lease:
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
         raise Refused("views need the shm transport: a node on this host with a reachable unix socket")
+
+    def prefetch(self, blocks: Named) -> StatusArray:
+        return self.link.prefetch(blocks)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        return self.link.hint(blocks, kind, ttl_s)
 
     # ------------------------------------------------------------------ writing
 
     def push(self, request: Push) -> Pushed:
-        status = undecided(len(request.blocks))
+        status, durable = undecided(len(request.blocks)), np.zeros(len(request.blocks), bool)
         self._in_parts(
-            status, request.namespace.block_bytes, lambda low, high: self._push_part(request, low, high, status)
+            status,
+            request.namespace.block_bytes,
+            lambda low, high: self._push_part(request, low, high, status, durable),
         )
         moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
-        return Pushed(status, moved)
+        return Pushed(status, moved, durable)
 
-    def _push_part(self, request: Push, low: int, high: int, status: StatusArray) -> int:
+    def _push_part(self, request: Push, low: int, high: int, status: StatusArray, durable: Mask) -> int:
         link, width = self.link, request.namespace.hash_bytes
         part = Push(
             namespace=request.namespace,
@@ -161,6 +170,8 @@ class TcpPeer:
         reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
         got = np.frombuffer(reply.status, np.uint8)
         status[low:high] = got
+        if reply.durable:
+            durable[low:high] = np.frombuffer(reply.durable, np.uint8) != 0
         granted = np.flatnonzero(got == _RESERVED)
         if not len(granted):
             return 0
@@ -168,8 +179,10 @@ class TcpPeer:
         message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
         raw = _views(blocks)
         with link.channel.exchange(Kind.WRITE, message.SerializeToString(), request.deadline, raw) as (_, answer):
-            done = np.frombuffer(expect(pb.CommitOk, answer, Kind.COMMIT_OK).status, np.uint8)
-            status[low:high][granted] = done
+            done = expect(pb.CommitOk, answer, Kind.COMMIT_OK)
+            status[low:high][granted] = np.frombuffer(done.status, np.uint8)
+            if done.durable:
+                durable[low:high][granted] = np.frombuffer(done.durable, np.uint8) != 0
         return 0
 
     # ------------------------------------------------------------------ parts
