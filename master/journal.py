@@ -6,7 +6,16 @@ import threading
 from collections.abc import Iterable
 from typing import Final
 
-from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
+from kvstrata.master.messages import (
+    Save,
+    SaveFallback,
+    SaveGrants,
+    SaveGroup,
+    SaveNode,
+    SavePolicy,
+    SaveScope,
+    SaveTombstone,
+)
 from kvstrata.master.store import StateStore
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.logs import get_logger
@@ -84,3 +93,11 @@ def _row(write: Save) -> tuple[str, str]:
             return "group", write.namespace.group
         case SaveTombstone():
             return "tombstone", str(write.command)
+        case SavePolicy():
+            return "policy", write.salt
+        case SaveFallback():
+            return "fallback", ""
+        case SaveGrants():
+            return "grants", write.node_id
+        case SaveScope():
+            return "scope", str(write.command)

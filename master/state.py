@@ -42,6 +42,10 @@ class Saved:
     groups: tuple[m.SaveGroup, ...] = ()
     tombstones: tuple[m.SaveTombstone, ...] = ()
     last_command: int = 0
+    policies: tuple[m.TenantPolicy, ...] = ()
+    fallback: m.SaveFallback | None = None
+    grants: tuple[m.SaveGrants, ...] = ()
+    scopes: tuple[m.SaveScope, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Durable policy: roster, namespaces, removals, cluster id. One SQLite file, or memory.
+"""Durable policy: roster, namespaces, removals, tenants, grants, cluster id. One SQLite file, or memory.
 
 What a store keeps is small and rarely written, so every write is flushed (``synchronous=FULL``). Blocks
 are not in here: their truth is on the nodes.
@@ -14,15 +14,27 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
+from kvstrata.master.messages import (
+    Save,
+    SaveFallback,
+    SaveGrants,
+    SaveGroup,
+    SaveNode,
+    SavePolicy,
+    SaveScope,
+    SaveTombstone,
+    Share,
+    TenantPolicy,
+)
 from kvstrata.master.state import Saved
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 #: A second process that holds the file is waited for this long.
 LOCKED_S: Final = 2.0
 
+#: Version 1.
 _SCHEMA: Final = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE nodes (
@@ -38,8 +50,36 @@ CREATE TABLE tombstones (
 );
 """
 
-#: Steps from a schema version to the next one, run in order inside one transaction.
-_UPGRADES: Final[dict[int, Callable[[sqlite3.Connection], None]]] = {}
+#: What version 2 added. Salts are BLOBs, as in tombstones; a limit that is NULL is none.
+_SCHEMA_2: Final = """
+CREATE TABLE policies (
+    salt BLOB PRIMARY KEY, dram_limit INTEGER, ssd_limit INTEGER,
+    dram_floor INTEGER NOT NULL, ssd_floor INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE fallback (
+    one INTEGER PRIMARY KEY CHECK (one = 1), dram_limit INTEGER, ssd_limit INTEGER,
+    dram_floor INTEGER NOT NULL, ssd_floor INTEGER NOT NULL, deny INTEGER NOT NULL
+);
+CREATE TABLE grants (
+    node_id TEXT NOT NULL, salt BLOB NOT NULL, dram_limit INTEGER, ssd_limit INTEGER,
+    dram_floor INTEGER NOT NULL, ssd_floor INTEGER NOT NULL, PRIMARY KEY (node_id, salt)
+) WITHOUT ROWID;
+CREATE TABLE scopes (
+    command INTEGER PRIMARY KEY, name TEXT NOT NULL, salt BLOB, erase INTEGER NOT NULL, epoch INTEGER,
+    waiting TEXT NOT NULL
+);
+"""
+
+#: Steps from a schema version to the next one, run in order inside one transaction. A new file takes them all.
+_UPGRADES: Final[dict[int, Callable[[sqlite3.Connection], None]]] = {
+    1: lambda connection: _run(connection, _SCHEMA_2),
+}
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    """One statement at a time: ``executescript`` would commit what was begun."""
+    for statement in filter(str.strip, script.split(";")):
+        connection.execute(statement)
 
 
 class StateStore(Protocol):
@@ -95,7 +135,7 @@ class SqliteStore:
             )
         if version == 0:
             self._create()
-        for step in range(version or SCHEMA_VERSION, SCHEMA_VERSION):
+        for step in range(version or 1, SCHEMA_VERSION):
             _UPGRADES[step](self._connection)
         self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._settle_cluster_id(cluster_id)
@@ -105,8 +145,7 @@ class SqliteStore:
         tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if tables:
             raise ConfigError(f"{self._where} is a database of something else: give another --state")
-        for statement in filter(str.strip, _SCHEMA.split(";")):
-            self._connection.execute(statement)
+        _run(self._connection, _SCHEMA)
 
     def _settle_cluster_id(self, wanted: str | None) -> None:
         row = self._connection.execute("SELECT value FROM facts WHERE name = 'cluster_id'").fetchone()
@@ -131,6 +170,10 @@ class SqliteStore:
                 nodes = self._connection.execute("SELECT node_id, dram_bytes, ssd_bytes, gone FROM nodes").fetchall()
                 groups = self._connection.execute(_GROUPS).fetchall()
                 stones = self._connection.execute(_TOMBSTONES).fetchall()
+                policies = self._connection.execute(f"SELECT {_AMOUNTS} FROM policies").fetchall()
+                fallback = self._connection.execute("SELECT x'', " + _FALLBACK).fetchone()
+                grants = self._connection.execute(f"SELECT {_AMOUNTS}, node_id FROM grants").fetchall()
+                scopes = self._connection.execute(_SCOPES).fetchall()
                 last = self._connection.execute("SELECT value FROM facts WHERE name = 'last_command'").fetchone()
             saved_groups = tuple(_group(row) for row in groups)
             by_name = {group.namespace.group: group.namespace for group in saved_groups}
@@ -139,6 +182,10 @@ class SqliteStore:
                 groups=saved_groups,
                 tombstones=tuple(_tombstone(row, by_name) for row in stones),
                 last_command=int(last[0]) if last else 0,
+                policies=tuple(TenantPolicy(row[0].decode(), *row[1:]) for row in policies),
+                fallback=None if fallback is None else _fallback(fallback),
+                grants=_grants(grants),
+                scopes=tuple(_scope(row) for row in scopes),
             )
         except (sqlite3.Error, InvalidArgument, LookupError, ValueError) as error:
             raise ConfigError(
@@ -163,15 +210,40 @@ class SqliteStore:
 
     def _write(self, write: Save) -> None:
         execute = self._connection.execute
-        if isinstance(write, SaveNode):
-            row = (write.node_id, write.dram_bytes, write.ssd_bytes, int(write.gone))
-            execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", row)
-        elif isinstance(write, SaveGroup):
-            ns = write.namespace
-            layout = (ns.group, ns.block_bytes, ns.block_tokens, ns.hash_bytes, ns.shard_count, write.epoch)
-            execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", layout)
-        else:
-            self._write_tombstone(write)
+        match write:
+            case SaveNode():
+                row = (write.node_id, write.dram_bytes, write.ssd_bytes, int(write.gone))
+                execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", row)
+            case SaveGroup():
+                ns = write.namespace
+                layout = (ns.group, ns.block_bytes, ns.block_tokens, ns.hash_bytes, ns.shard_count, write.epoch)
+                execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", layout)
+            case SaveTombstone():
+                self._write_tombstone(write)
+            case SavePolicy(salt, None):
+                execute("DELETE FROM policies WHERE salt = ?", (_salt_bytes(salt),))
+            case SavePolicy(salt, TenantPolicy() as policy):
+                execute(
+                    "INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", (_salt_bytes(salt), *_amounts(policy))
+                )
+            case SaveFallback(policy, deny):
+                execute("INSERT OR REPLACE INTO fallback VALUES (1, ?, ?, ?, ?, ?)", (*_amounts(policy), int(deny)))
+            case SaveGrants(node_id, shares):
+                execute("DELETE FROM grants WHERE node_id = ?", (node_id,))
+                rows = [(node_id, _salt_bytes(share.salt), *_amounts(share)) for share in shares]
+                self._connection.executemany("INSERT INTO grants VALUES (?, ?, ?, ?, ?, ?)", rows)
+            case SaveScope():
+                self._write_scope(write)
+
+    def _write_scope(self, write: SaveScope) -> None:
+        execute = self._connection.execute
+        execute(_LAST_COMMAND, (write.command,))
+        if not write.waiting:
+            execute("DELETE FROM scopes WHERE command = ?", (write.command,))
+            return
+        salt = None if write.salt is None else _salt_bytes(write.salt)
+        scope = (write.command, write.group, salt, int(write.erase), write.epoch, json.dumps(write.waiting))
+        execute("INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?)", scope)
 
     def _write_tombstone(self, write: SaveTombstone) -> None:
         execute = self._connection.execute
@@ -202,6 +274,31 @@ INSERT INTO facts VALUES ('last_command', CAST(?1 AS TEXT))
 ON CONFLICT (name) DO UPDATE SET value = CAST(MAX(CAST(value AS INTEGER), ?1) AS TEXT)
 """
 _TOMBSTONES: Final = "SELECT command, name, shard, salt, hashes, waiting FROM tombstones ORDER BY command"
+
+_AMOUNTS: Final = "salt, dram_limit, ssd_limit, dram_floor, ssd_floor"
+_FALLBACK: Final = "dram_limit, ssd_limit, dram_floor, ssd_floor, deny FROM fallback"
+_SCOPES: Final = "SELECT command, name, salt, erase, epoch, waiting FROM scopes ORDER BY command"
+
+
+def _amounts(policy: TenantPolicy | Share) -> tuple[int | None, int | None, int, int]:
+    return policy.dram_limit, policy.ssd_limit, policy.dram_floor, policy.ssd_floor
+
+
+def _fallback(row: tuple[bytes, int | None, int | None, int, int, int]) -> SaveFallback:
+    return SaveFallback(TenantPolicy("", *row[1:5]), bool(row[5]))
+
+
+def _grants(rows: Iterable[tuple[bytes, int | None, int | None, int, int, str]]) -> tuple[SaveGrants, ...]:
+    shares: dict[str, list[Share]] = {}
+    for salt, dram_limit, ssd_limit, dram_floor, ssd_floor, node_id in rows:
+        shares.setdefault(node_id, []).append(Share(salt.decode(), dram_limit, ssd_limit, dram_floor, ssd_floor))
+    return tuple(SaveGrants(node_id, tuple(of_node)) for node_id, of_node in shares.items())
+
+
+def _scope(row: tuple[int, str, bytes | None, int, int | None, str]) -> SaveScope:
+    command, group, salt, erase, epoch, waiting = row
+    known = None if salt is None else salt.decode()
+    return SaveScope(command, group, known, bool(erase), epoch, tuple(json.loads(waiting)))
 
 
 def _group(row: tuple[str, int, int, int, int, int]) -> SaveGroup:

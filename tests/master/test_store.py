@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import resource
 import sqlite3
@@ -16,9 +17,20 @@ from hypothesis import strategies as st
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.journal import PENDING_MAX, Journal
-from kvstrata.master.messages import Save, SaveGroup, SaveNode, SaveTombstone
+from kvstrata.master.messages import (
+    Save,
+    SaveFallback,
+    SaveGrants,
+    SaveGroup,
+    SaveNode,
+    SavePolicy,
+    SaveScope,
+    SaveTombstone,
+    Share,
+    TenantPolicy,
+)
 from kvstrata.master.state import Saved
-from kvstrata.master.store import SCHEMA_VERSION, SqliteStore
+from kvstrata.master.store import _SCHEMA, SCHEMA_VERSION, SqliteStore
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.proto.keys import Namespace
 
@@ -250,3 +262,59 @@ def test_what_waits_is_bounded() -> None:
     journal.add(SaveNode(str(number), 1, 1, False) for number in range(PENDING_MAX + 5))
     assert journal.given_up == 5
     store.close()
+
+
+POLICY = TenantPolicy("t\0é", dram_limit=1 << 40, ssd_limit=None, dram_floor=1 << 20)
+SCOPE = SaveScope(11, "g/é", "t\0é", erase=True, epoch=None, waiting=("a",))
+
+
+def test_tenants_grants_and_scopes_outlive_a_restart(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s")
+    shares = (Share("t\0é", 5, None, 1, 0), Share("", None, 0, 0, 0))
+    fallback = SaveFallback(TenantPolicy("", 0, 0), deny=True)
+    scopes = [SCOPE, SaveScope(12, "g/é", None, erase=False, epoch=4, waiting=("b", "c"))]
+    store.save([SavePolicy("t\0é", POLICY), SavePolicy("", TenantPolicy("", 1, 2, 0, 1)), fallback, *scopes])
+    store.save([SaveGrants("n1", shares), SaveGrants("n2", shares[:1])])
+    store.close()
+    again = SqliteStore(tmp_path / "s")
+    saved = again.load()
+    assert set(saved.policies) == {POLICY, TenantPolicy("", 1, 2, 0, 1)}
+    assert saved.fallback == fallback and saved.scopes == tuple(scopes) and saved.last_command == 12
+    assert {grants.node_id: set(grants.shares) for grants in saved.grants} == {
+        "n1": set(shares),
+        "n2": set(shares[:1]),
+    }
+    again.save([SavePolicy("", None), SaveGrants("n1", ()), dataclasses.replace(SCOPE, waiting=())])
+    left = again.load()
+    assert left.policies == (POLICY,) and left.scopes == (scopes[1],)
+    assert [grants.node_id for grants in left.grants] == ["n2"]
+    again.close()
+
+
+def test_a_file_of_version_1_is_upgraded_and_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    raw = sqlite3.connect(path)
+    raw.executescript(_SCHEMA + "PRAGMA user_version = 1; INSERT INTO facts VALUES ('cluster_id', 'old');")
+    raw.execute("INSERT INTO nodes VALUES ('n1', ?, 0, 0)", (1 << 40,))
+    raw.execute("INSERT INTO groups VALUES ('g/é', 4096, 16, 32, 4, 3)")
+    raw.commit()
+    raw.close()
+    store = SqliteStore(path)
+    assert store.cluster_id() == "old" and store.load().nodes == (NODE,)
+    store.save([SavePolicy("t\0é", POLICY), SCOPE])
+    store.close()
+    again = SqliteStore(path).load()
+    assert again.policies == (POLICY,) and again.scopes == (SCOPE,) and again.groups[0].epoch == 3
+
+
+def test_an_upgrade_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    raw = sqlite3.connect(path)
+    raw.executescript(_SCHEMA + "PRAGMA user_version = 1; CREATE TABLE scopes (other TEXT);")
+    raw.close()
+    with pytest.raises(ConfigError, match="scopes"):
+        SqliteStore(path)
+    raw = sqlite3.connect(path)
+    assert raw.execute("PRAGMA user_version").fetchone()[0] == 1
+    assert not raw.execute("SELECT name FROM sqlite_master WHERE name = 'policies'").fetchall()
+    raw.close()
