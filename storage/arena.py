@@ -58,6 +58,7 @@ class Arena(Generic[G]):
         self.bytes_used = 0
         self._free: list[G] = list(reversed(self.slabs))
         self._shaped: dict[int, dict[int, G]] = {}
+        self._excluded: set[int] = set()
         self._generation = 0
 
     def slots_in_a_slab(self, slot_bytes: int) -> int:
@@ -99,6 +100,17 @@ class Arena(Generic[G]):
         self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
         self._generation = max(self._generation, generation)
 
+    def exclude(self, slab: G) -> None:
+        """Its device is gone: nothing is allocated in it any more. What is taken there is freed as ever."""
+        if slab.index in self._excluded:
+            return
+        self._excluded.add(slab.index)
+        self.bytes_total -= self.slab_bytes
+        if slab.slot_bytes:
+            self._uncut(slab)
+        else:
+            self._free.remove(slab)
+
     def next_generation(self) -> int:
         """A number no slot of this node has ever had."""
         self._generation += 1
@@ -108,13 +120,20 @@ class Arena(Generic[G]):
         """Give one slot back; an empty slab goes back to the free list."""
         slab.give_back(slot)
         self.bytes_used -= slab.slot_bytes
-        if not slab.blocks:
-            shaped = self._shaped[slab.slot_bytes]
-            del shaped[slab.index]
-            if not shaped:
-                del self._shaped[slab.slot_bytes]
+        if slab.blocks:
+            return
+        if slab.index in self._excluded:
             slab.shape(0)
-            self._free.append(slab)
+            return
+        self._uncut(slab)
+        slab.shape(0)
+        self._free.append(slab)
+
+    def _uncut(self, slab: G) -> None:
+        shaped = self._shaped[slab.slot_bytes]
+        del shaped[slab.index]
+        if not shaped:
+            del self._shaped[slab.slot_bytes]
 
     def shared(self) -> bool:
         """True when slots of more than one size are in use."""
@@ -145,10 +164,16 @@ class Arena(Generic[G]):
                 slab.check()
                 used += len(slab.blocks) * size
                 in_use.add(index)
+        for slab in self.slabs:
+            if slab.index in self._excluded:
+                slab.check()
+                used += len(slab.blocks) * slab.slot_bytes
         assert used == self.bytes_used, f"{self.bytes_used} bytes counted as used, {used} are"
         unused = {slab.index for slab in self._free}
         assert not unused & in_use and len(unused) == len(self._free)
-        assert len(unused) + len(in_use) == len(self.slabs), "a slab is neither free nor in use"
+        assert not self._excluded & (unused | in_use), "a grid of a failed device is in use"
+        assert len(unused) + len(in_use) + len(self._excluded) == len(self.slabs), "a slab is neither free nor in use"
+        assert self.bytes_total == (len(self.slabs) - len(self._excluded)) * self.slab_bytes
         assert all(slab.slot_bytes == 0 and not slab.blocks and not slab.pinned for slab in self._free)
 
     def close(self) -> None:
