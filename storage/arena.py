@@ -111,6 +111,11 @@ class Arena(Generic[G]):
         else:
             self._free.remove(slab)
 
+    @property
+    def generation(self) -> int:
+        """The greatest number given so far."""
+        return self._generation
+
     def next_generation(self) -> int:
         """A number no slot of this node has ever had."""
         self._generation += 1

@@ -15,7 +15,7 @@ from typing import Final
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.delta_log import DeltaBatch
-from kvstrata.storage.state import NodeState
+from kvstrata.storage.state import Holding, NodeState
 
 log = get_logger(__name__)
 
@@ -117,20 +117,19 @@ class Outbox:
         self._resync = False
         with self._lock:
             cut = self._state.deltas.close_batch()
-            keys = self._state.inventory_keys()
+            shelves = self._state.shelves()
         part = control.Snapshot(cut_seq=cut, first=True)
         room = PART_HASHES
-        for key in keys:
+        for inventory, key in shelves:
             if self.over:
                 return
             with self._lock:
-                namespace, salt, hashes = self._state.holding(key)
-            width = namespace.hash_bytes
-            spec = namespace.to_spec()
+                holding = self._state.holding(inventory, key)
+            width = holding.namespace.hash_bytes
             start = 0
-            while start < len(hashes):
-                piece = hashes[start : start + room * width]
-                part.holdings.append(control.Holding(spec=spec, salt=salt, hashes=piece))
+            while start < len(holding.hashes):
+                piece = holding.hashes[start : start + room * width]
+                part.holdings.append(_holding(holding, piece))
                 start += len(piece)
                 room -= len(piece) // width
                 if not room:
@@ -139,6 +138,16 @@ class Outbox:
         part.last = True
         yield Message(snapshot=part)
         self.sent_seq = cut
+
+
+def _holding(holding: Holding, hashes: bytes) -> control.Holding:
+    return control.Holding(
+        spec=holding.namespace.to_spec(),
+        salt=holding.salt,
+        tier=int(holding.tier),
+        hashes=hashes,
+        epoch=holding.epoch,
+    )
 
 
 def _delta(batch: DeltaBatch) -> control.Delta:

@@ -41,7 +41,9 @@ class ReadHandlers:
         with self._lock:
             if releases:
                 self._state.release(key, releases)
-            got = self._state.acquire(key, message.ns, message.salt, message.hashes, seconds, self._clock())
+            got = self._state.acquire(
+                key, message.ns, message.salt, message.hashes, seconds, self._clock(), message.epoch
+            )
         return self._with_bytes(got) if inline else _with_slots(got, seconds)
 
     def _with_bytes(self, got: Acquired) -> Reply:

@@ -141,6 +141,7 @@ class Counts:
     blocks_asked: int = 0
     hits: int = 0
     misses: int = 0
+    misses_epoch: int = 0  #: of those: asked for with another weight epoch than the node's
     stored: int = 0
     already_present: int = 0
     in_flight: int = 0

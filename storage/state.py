@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
+from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Departure, Tier
@@ -20,14 +19,13 @@ from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
+from kvstrata.storage.namespaces import NamespaceBook
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
 from kvstrata.storage.slab import Slab
 from kvstrata.storage.ssd.base import SsdStore
 
 log = get_logger(__name__)
-
-NAMESPACES_MAX: Final = 16_384
 
 _LOADED = int(BlockStatus.LOADED)
 _MISSING = int(BlockStatus.MISSING)
@@ -37,6 +35,17 @@ _IN_FLIGHT = int(BlockStatus.IN_FLIGHT)
 _FULL = int(BlockStatus.FULL)
 _REFUSED = int(BlockStatus.REFUSED)
 _ABORTED = int(BlockStatus.ABORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one tenant can read of one namespace in one tier. ``hashes`` is packed."""
+
+    namespace: Namespace
+    epoch: int
+    salt: str
+    tier: Tier
+    hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +108,7 @@ class NodeState:
         self._sessions: dict[bytes, Holdings] = {}
         self.leases = LeaseBook(self.inventory, self._sessions)
         self.reservations = ReservationBook(self.inventory, self._sessions)
-        self._handles: dict[Namespace, NamespaceEntry] = {}
-        self._entries: list[NamespaceEntry] = []
-        self._epochs: dict[str, int] = {}
+        self.known = NamespaceBook()
 
     def _ssd_tier(self, store: SsdStore | None) -> Inventory | None:
         """The same bookkeeping over the extents of the node's devices, with a policy of its own."""
@@ -120,52 +127,72 @@ class NodeState:
 
     def open_namespace(self, namespace: Namespace) -> tuple[int, int]:
         """(handle, weight epoch). Handles count from 1 and hold for the life of this state."""
-        entry = self._handles.get(namespace)
-        if entry is None:
-            if len(self._entries) >= NAMESPACES_MAX:
-                raise Busy(f"this node knows {NAMESPACES_MAX} namespaces: it takes no more until it is restarted")
-            entry = self._handles[namespace] = NamespaceEntry(len(self._entries) + 1, namespace)
-            self._entries.append(entry)
-            if not self.arena.slots_in_a_slab(entry.slot_bytes):
-                log.warning(
-                    "blocks larger than a slab",
-                    group=namespace.group,
-                    block_bytes=namespace.block_bytes,
-                    slab_bytes=self.arena.slab_bytes,
-                    advice="give the node more DRAM or larger slabs",
-                )
-        return entry.handle, self._epochs.get(namespace.group, 0)
+        entry, fresh = self.known.open(namespace)
+        if fresh and not self.arena.slots_in_a_slab(entry.slot_bytes):
+            log.warning(
+                "blocks larger than a slab",
+                group=namespace.group,
+                block_bytes=namespace.block_bytes,
+                slab_bytes=self.arena.slab_bytes,
+                advice="give the node more DRAM or larger slabs",
+            )
+        return entry.handle, entry.epoch
 
     def entry(self, handle: int) -> NamespaceEntry:
         """Raises :class:`FingerprintMismatch` for a handle this state has not given."""
-        if not 1 <= handle <= len(self._entries):
-            raise FingerprintMismatch(f"namespace handle {handle} is unknown here: open the namespace again")
-        return self._entries[handle - 1]
+        return self.known.entry(handle)
 
     def set_epoch(self, group: str, epoch: int, now: float) -> int:
-        """Learn a group's weight epoch; blocks of older weights go. Returns how many went."""
-        self.inventory.now = now
-        known = self._epochs.get(group, 0)
-        if epoch <= known:
+        """Learn a group's weight epoch: from here on nobody finds a block of older weights.
+
+        Returns how many blocks that were. O(shelves): their room comes back later (:meth:`sweep`).
+        """
+        if not self.known.advance(group, epoch):
             return 0
-        self._epochs[group] = epoch
-        stale = [s for s in self.inventory.shelves.values() if s.entry.namespace.group == group]
-        return sum(self._withdraw_all(shelf, list(shelf.blocks.values())) for shelf in stale)
+        return self._retire(group, None, Departure.EPOCH, now)
+
+    def drop(self, group: str, salt: str | None, now: float) -> int:
+        """Everything of a group ("": of all) and a tenant (None: of all) goes, as by :meth:`set_epoch`."""
+        return self._retire(group, salt, Departure.DROPPED, now)
+
+    def _retire(self, group: str, salt: str | None, why: Departure, now: float) -> int:
+        count = 0
+        for inventory in self.tiers():
+            inventory.now = now
+            shelves = list(inventory.shelves.values())
+            if group:
+                shelves = [shelf for shelf in shelves if shelf.entry.namespace.group == group]
+            for shelf in shelves:
+                if salt is None or shelf.salt == salt:
+                    count += len(shelf.blocks)
+                    _retire_shelf(inventory, shelf, why)
+        return count
+
+    def tiers(self) -> list[Inventory]:
+        """The inventories of this node, DRAM first."""
+        return [self.inventory] if self.ssd is None else [self.inventory, self.ssd]
 
     # ------------------------------------------------------------------ reading
 
-    def acquire(self, session: bytes, handle: int, salt: str, hashes: bytes, seconds: float, now: float) -> Acquired:
+    def acquire(
+        self, session: bytes, handle: int, salt: str, hashes: bytes, seconds: float, now: float, epoch: int = 0
+    ) -> Acquired:
         """Lease what is visible of ``hashes`` for ``seconds``, and make it the most recent of its tenant.
 
-        ``seconds`` 0 is for a read that the node performs itself: the caller must end the lease.
+        ``seconds`` 0 is for a read that the node performs itself: the caller must end the lease. A reader of
+        another weight ``epoch`` than the node's finds nothing.
         """
         self.inventory.now = now
         entry = self.entry(handle)
         count = _count(hashes, entry.width)
-        shelf = self.inventory.shelves.get((handle, salt))
-        status, blocks = _look(shelf, hashes, entry.width, count)
         counts = self.counts
         counts.blocks_asked += count
+        if epoch != entry.epoch:
+            counts.misses += count
+            counts.misses_epoch += count
+            return Acquired(bytearray([_MISSING]) * count, [], None, self.deltas.answer_seq)
+        shelf = self.inventory.shelves.get((handle, salt))
+        status, blocks = _look(shelf, hashes, entry.width, count)
         counts.hits += len(blocks)
         counts.misses += count - len(blocks)
         lease = None
@@ -218,10 +245,9 @@ class NodeState:
     def _check_write(self, ask: WriteAsk, entry: NamespaceEntry) -> None:
         if ask.parent and len(ask.parent) != entry.width:
             raise InvalidArgument(f"the parent hash has {len(ask.parent)} bytes, the namespace says {entry.width}")
-        epoch = self._epochs.get(entry.namespace.group, 0)
-        if ask.epoch != epoch:
+        if ask.epoch != entry.epoch:
             raise FingerprintMismatch(
-                f"the writer's weights are of epoch {ask.epoch}, this node is at {epoch}: open the namespace again"
+                f"the writer's weights are of epoch {ask.epoch}, the node's of {entry.epoch}: open the namespace again"
             )
 
     def _admit(self, shelf: Shelf, found: _Sorted, first_index: int) -> list[Block]:
@@ -297,21 +323,26 @@ class NodeState:
     # ------------------------------------------------------------------ ends
 
     def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> int:
-        """Make blocks invisible at once, also those being written; returns how many were known."""
-        self.inventory.now = now
-        entry = self._handles.get(namespace)
-        shelf = self.inventory.shelves.get((entry.handle, salt)) if entry is not None else None
-        if shelf is None:
+        """Make blocks invisible at once in both tiers, also those being written or moved.
+
+        Returns how many the node knew; one that is in both tiers counts once.
+        """
+        entry = self.known.find(namespace)
+        if entry is None:
             return 0
         width = namespace.hash_bytes
         keys = {hashes[start : start + width] for start in range(0, len(hashes), width)}
-        return self._withdraw_all(shelf, [shelf.blocks[key] for key in keys if key in shelf.blocks])
-
-    def _withdraw_all(self, shelf: Shelf, blocks: list[Block]) -> int:
-        for block in blocks:
-            self.inventory.withdraw(block, "removed", Departure.REMOVED)
-        self.counts.removed += len(blocks)
-        return len(blocks)
+        gone: set[bytes] = set()
+        for inventory in self.tiers():
+            inventory.now = now
+            shelf = inventory.shelves.get((entry.handle, salt))
+            if shelf is not None:
+                blocks = [shelf.blocks[key] for key in keys if key in shelf.blocks]
+                for block in blocks:
+                    inventory.withdraw(block, "removed", Departure.REMOVED)
+                gone.update(block.hash for block in blocks)
+        self.counts.removed += len(gone)
+        return len(gone)
 
     def expire(self, now: float) -> None:
         """End every lease and reservation whose deadline has come."""
@@ -329,27 +360,36 @@ class NodeState:
 
     # ------------------------------------------------------------------ what there is
 
-    def inventory_keys(self) -> list[tuple[int, str]]:
-        """Keys of all shelves, for a snapshot taken a shelf at a time by :meth:`holding`."""
-        return list(self.inventory.shelves)
+    def shelves(self) -> list[tuple[Inventory, tuple[int, str]]]:
+        """All shelves of both tiers, for a snapshot taken a shelf at a time by :meth:`holding`."""
+        return [(inventory, key) for inventory in self.tiers() for key in inventory.shelves]
 
-    def holding(self, key: tuple[int, str]) -> tuple[Namespace, str, bytes]:
-        """(namespace, salt, packed hashes of what is visible) of one shelf."""
-        return self._entries[key[0] - 1].namespace, key[1], self.inventory.holdings(key)
+    def holding(self, inventory: Inventory, key: tuple[int, str]) -> Holding:
+        """What is visible on one shelf now; a shelf that has gone meanwhile holds nothing."""
+        entry = self.known.entry(key[0])
+        return Holding(entry.namespace, entry.epoch, key[1], inventory.tier, inventory.holdings(key))
 
-    def snapshot(self) -> list[tuple[Namespace, str, bytes]]:
-        """Everything visible, as (namespace, salt, packed hashes)."""
-        return [self.holding(key) for key in self.inventory_keys()]
+    def snapshot(self) -> list[Holding]:
+        """Everything visible."""
+        return [self.holding(inventory, key) for inventory, key in self.shelves()]
 
     def story(self, namespace: Namespace, salt: str, key: bytes) -> list[tuple[float, str]]:
-        """(monotonic seconds, verb) of what happened to a block lately, oldest first."""
-        entry = self._handles.get(namespace)
-        return self.inventory.story.of((entry.handle, salt), key) if entry is not None else []
+        """(monotonic seconds, verb) of what happened to a block lately in either tier, oldest first."""
+        entry = self.known.find(namespace)
+        if entry is None:
+            return []
+        told = [(inventory, inventory.story.of((entry.handle, salt), key)) for inventory in self.tiers()]
+        lines = [
+            (at, verb if inventory.tier == Tier.DRAM else f"{verb} ({inventory.tier.name})")
+            for inventory, entries in told
+            for at, verb in entries
+        ]
+        return sorted(lines, key=lambda line: line[0])
 
     @property
     def namespaces(self) -> int:
         """Namespaces that have a handle."""
-        return len(self._entries)
+        return len(self.known)
 
     @property
     def sessions(self) -> int:
@@ -358,11 +398,19 @@ class NodeState:
 
     def check(self) -> None:
         """Assert every structural invariant. O(blocks)."""
-        self.inventory.check()
+        self.known.check()
         self.leases.check()
         self.reservations.check()
-        for handle, salt in self.inventory.shelves:
-            assert self._entries[handle - 1].handle == handle and isinstance(salt, str)
+        for inventory in self.tiers():
+            inventory.check()
+            for (handle, salt), shelf in inventory.shelves.items():
+                assert self.known.entry(handle) is shelf.entry and shelf.salt == salt
+                assert shelf.epoch == shelf.entry.epoch, "blocks of other weights can be found"
+
+
+def _retire_shelf(inventory: Inventory, shelf: Shelf, why: Departure) -> None:
+    for block in list(shelf.blocks.values()):
+        inventory.withdraw(block, why.name.lower(), why)
 
 
 def _count(hashes: bytes, width: int) -> int:

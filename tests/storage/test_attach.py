@@ -141,7 +141,7 @@ class Linked:
     def inventory(self) -> set[tuple[str, bytes]]:
         with self.lock:
             held = self.node.state.snapshot()
-        return {(salt, packed[i : i + 16]) for _, salt, packed in held for i in range(0, len(packed), 16)}
+        return {(each.salt, each.hashes[i : i + 16]) for each in held for i in range(0, len(each.hashes), 16)}
 
 
 @pytest.fixture

@@ -411,7 +411,7 @@ def test_the_delta_log_tells_the_inventory(make_node: Callable[..., Node]) -> No
                 entry = (run.salt, run.hashes[start : start + 16])
                 assert (entry in directory) is not run.added, "a change that changes nothing"
                 (directory.add if run.added else directory.discard)(entry)
-    held = {(salt, h[i : i + 16]) for _, salt, h in node.state.snapshot() for i in range(0, len(h), 16)}
+    held = {(e.salt, e.hashes[i : i + 16]) for e in node.state.snapshot() for i in range(0, len(e.hashes), 16)}
     assert directory == held and held
 
 
