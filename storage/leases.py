@@ -59,6 +59,13 @@ class LeaseBook:
         self._inventory.pin(blocks)
         return lease
 
+    def sending(self) -> list[Lease]:
+        """Reads that the node itself performs now, of blocks that nobody finds any more. O(leases)."""
+        return [each for each in self._leases.values() if not each.session and each.blocks[0].shelf.retired]
+
+    def stands(self, lease: Lease) -> bool:
+        return lease.id in self._leases
+
     def release(self, session: bytes, numbers: Sequence[int]) -> None:
         """End leases of that session; unknown ones (ended before, or another's) are passed over."""
         for number in numbers:

@@ -20,6 +20,7 @@ from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
 from kvstrata.storage.namespaces import NamespaceBook
+from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
 from kvstrata.storage.slab import Slab
@@ -99,11 +100,14 @@ class NodeState:
         policy: EvictionPolicy | None = None,
         deltas: DeltaLog | None = None,
         ssd: SsdStore | None = None,
+        quotas: QuotaBook | None = None,
     ) -> None:
         self.counts = Counts()
+        self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
         self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts)
         self.arena = arena
+        self.store = ssd
         self.ssd = self._ssd_tier(ssd)
         self._sessions: dict[bytes, Holdings] = {}
         self.leases = LeaseBook(self.inventory, self._sessions)
@@ -409,6 +413,7 @@ class NodeState:
 
 
 def _retire_shelf(inventory: Inventory, shelf: Shelf, why: Departure) -> None:
+    shelf.retired = True
     for block in list(shelf.blocks.values()):
         inventory.withdraw(block, why.name.lower(), why)
 
