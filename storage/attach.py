@@ -17,10 +17,11 @@ import grpc
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
 from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
-from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
+from kvstrata.storage.commands import Commands
 from kvstrata.storage.outbox import ATTACH_S, Outbox
 from kvstrata.storage.state import NodeState
+from kvstrata.storage.usage import Told
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity
 
@@ -63,7 +64,8 @@ class LinkStatus:
 class MasterLink:
     """One master, by its channel address.
 
-    ``attach`` builds the attach message; it is given the host by which the master was reached.
+    ``attach`` builds the attach message; it is given the host by which the master was reached. ``commands``
+    carries out what the master orders.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class MasterLink:
         master: str,
         state: NodeState,
         lock: threading.Lock,
+        commands: Commands,
         attach: Callable[[str], control.Attach],
-        status: Callable[[], control.NodeStatus],
+        status: Callable[[Told], control.NodeStatus],
         acknowledged: Callable[[], None],
     ) -> None:
         self.master = master
@@ -80,6 +83,7 @@ class MasterLink:
         self.acked_seq = 0
         self._state = state
         self._lock = lock
+        self._commands = commands
         self._attach = attach
         self._status = status
         self._acknowledged = acknowledged
@@ -185,6 +189,7 @@ class MasterLink:
     # ------------------------------------------------------------------ what the master says
 
     def _heard(self, message: control.MasterMessage, outbox: Outbox) -> None:
+        self._commands.heard()
         body = message.WhichOneof("body")
         if body == "attached":
             self._on_attached(message.attached, outbox)
@@ -195,12 +200,16 @@ class MasterLink:
             log.info("snapshot asked for", master=self.master, reason=message.resync.reason)
             outbox.resync()
         elif body == "remove":
-            outbox.confirm(self._remove(message.remove))
+            self._commands.remove(message.remove, outbox.confirm)
         elif body == "epoch":
-            self._learn([message.epoch])
+            self._commands.advance(message.epoch, outbox.confirm)
+        elif body == "drop":
+            self._commands.drop(message.drop, outbox.confirm)
+        elif body == "shares":
+            self._commands.share(message.shares)
 
     def _on_attached(self, attached: control.AttachOk, outbox: Outbox) -> None:
-        self._learn(attached.epochs)
+        self._commands.attached(attached)
         self._cluster_id = attached.cluster_id
         self._attaches += 1
         self.acked_seq = 0
@@ -208,20 +217,6 @@ class MasterLink:
         self._why = ""
         outbox.attached.set()
         log.info("attached", master=self.master, cluster_id=attached.cluster_id, session=attached.session)
-
-    def _learn(self, epochs: Any) -> None:
-        for epoch in epochs:
-            with self._lock:
-                self._state.set_epoch(epoch.group, epoch.epoch, time.monotonic())
-
-    def _remove(self, command: control.RemoveCommand) -> control.CommandDone:
-        try:
-            namespace = Namespace.from_spec(command.spec)
-        except KVError as error:
-            return control.CommandDone(command=command.command, error=str(error))
-        with self._lock:
-            self._state.remove(namespace, command.salt, command.hashes, time.monotonic())
-        return control.CommandDone(command=command.command)
 
     # ------------------------------------------------------------------ stop
 

@@ -23,9 +23,11 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
+from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
+from kvstrata.storage.policies import PolicyFile
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.sidecar import Sidecar
 from kvstrata.storage.state import NodeState
@@ -61,12 +63,17 @@ class StorageNode:
         self._private: Path | None = None
         self._ends: list[Callable[[], None]] = [self.directory.close]
         try:
+            policies = PolicyFile(config.data)
+            quotas, epochs = policies.restored()
             self.arena = dram_arena(config.dram_bytes, config.slab_bytes, hugepages=config.hugepages)
         except BaseException:
             self.directory.close()
             raise
         self._ends.append(self.arena.close)
-        self.state = NodeState(self.arena)
+        self.state = NodeState(self.arena, quotas=quotas)
+        for group, epoch in epochs.items():
+            self.state.known.advance(group, epoch)
+        self.commands = Commands(self.state, self.lock, policies)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
         self.sidecar = Sidecar(self.identity, config.masters) if config.masters else None
@@ -74,7 +81,7 @@ class StorageNode:
             self._ends.append(self.sidecar.stop)
         self._watched: list[Callable[[], str]] = []
         self.report = NodeReport(
-            self.identity, self.state, self.lock, self.loops, self.links, self._clients, self._watched
+            self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )
 
     # ------------------------------------------------------------------ start
@@ -96,6 +103,8 @@ class StorageNode:
         self._ends.append(lambda: self.loops.stop(STOP_S))
         self._ends.append(lambda: self.server.stop(STOP_S))
         self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
+        orders = self.loops.add(Loop("commands", TURN_S, self.commands.turn, bound_s=TURN_BOUND_S))
+        self.commands.wake = orders.wake
         self.channel = self.server.listen_tcp(self.config.listen)
         self.server.listen_unix(self.unix_path)
         self._watched.append(web.problem)
@@ -111,7 +120,15 @@ class StorageNode:
             self.loops.add(Loop("heartbeat", TEND_S, self.sidecar.tend))
         self._ends.append(self._leave_masters)
         for master in self.config.masters:
-            link = MasterLink(master, self.state, self.lock, self._attach, self.report.node_status, self._acknowledged)
+            link = MasterLink(
+                master,
+                self.state,
+                self.lock,
+                self.commands,
+                self._attach,
+                self.report.node_status,
+                self._acknowledged,
+            )
             self.links.append(link)
             self._watched.append(link.problem)
             link.start()
@@ -152,6 +169,12 @@ class StorageNode:
         )
 
     def _attach(self, host: str) -> control.Attach:
+        with self.lock:
+            shares = shares_told(self.state.quotas.shares())
+            epochs = [
+                control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in self.state.known.epochs.items()
+            ]
+            ssd_bytes = self.state.ssd.arena.bytes_total if self.state.ssd is not None else 0
         return control.Attach(
             node_id=self.identity.node_id,
             incarnation=self.identity.incarnation,
@@ -161,6 +184,9 @@ class StorageNode:
             host=socket.gethostname(),
             boot_id=boot_id(),
             dram_bytes=self.arena.bytes_total,
+            ssd_bytes=ssd_bytes,
+            shares=shares,
+            epochs=epochs,
             software=SOFTWARE,
             protocol=wire.PROTOCOL,
             pid=os.getpid(),

@@ -16,6 +16,7 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.delta_log import DeltaBatch
 from kvstrata.storage.state import Holding, NodeState
+from kvstrata.storage.usage import Told
 
 log = get_logger(__name__)
 
@@ -34,7 +35,11 @@ class Outbox:
     """One session's outgoing side. ``wake`` and the flags may be used from any thread."""
 
     def __init__(
-        self, state: NodeState, lock: threading.Lock, attach: control.Attach, status: Callable[[], control.NodeStatus]
+        self,
+        state: NodeState,
+        lock: threading.Lock,
+        attach: control.Attach,
+        status: Callable[[Told], control.NodeStatus],
     ) -> None:
         self.attached = threading.Event()
         self.over = False
@@ -44,6 +49,7 @@ class Outbox:
         self._lock = lock
         self._attach = attach
         self._status = status
+        self._told = Told()
         self._changed = threading.Event()
         self._resync = True
         self._detach = ""
@@ -90,12 +96,14 @@ class Outbox:
                 return
             if self.beat >= next_status:
                 next_status = self.beat + STATUS_S
-                yield Message(status=self._status())
+                yield Message(status=self._status(self._told))
             if self._changed.wait(BATCH_MAX_S):
                 time.sleep(BATCH_MIN_S)
                 self._changed.clear()
 
     def _due(self) -> Iterator[Message]:
+        # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
+        done = [self._done.popleft() for _ in range(len(self._done))]
         if self._resync:
             yield from self._snapshot()
         with self._lock:
@@ -108,9 +116,8 @@ class Outbox:
         for batch in batches:
             yield Message(delta=_delta(batch))
             self.sent_seq = batch.seq
-        # Confirmations go after the deltas of what they confirm.
-        while self._done:
-            yield Message(done=self._done.popleft())
+        for each in done:
+            yield Message(done=each)
 
     def _snapshot(self) -> Iterator[Message]:
         """Shelf by shelf: later ones may already hold what deltas after the cut will say again."""

@@ -17,8 +17,9 @@ from typing import Final
 
 import xxhash
 
-from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.errors import ConfigError, KVError
 from kvstrata.storage import durable_file
+from kvstrata.storage.quotas import QuotaBook
 
 FORMAT: Final = 1
 #: A file beyond this is not one of ours.
@@ -28,9 +29,9 @@ _FILE: Final = "policies.json"
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """``quotas`` is what :class:`~.quotas.QuotaBook` gave (None: it never heard of any); ``epochs`` by group."""
+    """``quotas`` is what :class:`~.quotas.QuotaBook` gave, ``epochs`` by group."""
 
-    quotas: object = None
+    quotas: dict[str, object]
     epochs: dict[str, int] = field(default_factory=dict)
 
 
@@ -71,7 +72,19 @@ class PolicyFile:
             raise self._damaged(str(error)) from error
         if not isinstance(epochs, dict) or not all(type(epoch) is int and epoch >= 0 for epoch in epochs.values()):
             raise self._damaged("its weight epochs are no numbers")
+        if not isinstance(quotas, dict):
+            raise self._damaged("its shares are no object")
         return Policies(quotas, epochs)
+
+    def restored(self) -> tuple[QuotaBook, dict[str, int]]:
+        """What the node works by until a master is heard: shares, and weight epochs by group; as :meth:`load`."""
+        kept = self.load()
+        if kept is None:
+            return QuotaBook(), {}
+        try:
+            return QuotaBook.from_json(kept.quotas), kept.epochs
+        except (KVError, AssertionError) as error:
+            raise self._damaged(str(error)) from error
 
     def save(self, policies: Policies) -> None:
         """Durable when it returns. Raises :class:`OSError`; what was saved before then stands."""

@@ -11,9 +11,25 @@ from typing import Any
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.storage.attach import MasterLink
+from kvstrata.storage.commands import Commands
 from kvstrata.storage.identity import NodeIdentity
+from kvstrata.storage.inventory import Inventory
+from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
+from kvstrata.storage.usage import Told, WantedBook
 from kvstrata.transfer.loops import Loops
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One SSD at one moment: ``state`` is scanning, serving or failed, and ``problem`` says why."""
+
+    path: str
+    state: str
+    bytes: int
+    bytes_used: int
+    problem: str
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,11 @@ class Totals:
     salts: int
     slots: dict[int, tuple[int, int]]  #: slot bytes -> (taken, cut)
     counts: dict[str, int]
+    ssd_bytes: int = 0
+    ssd_bytes_used: int = 0
+    ssd_bytes_free: int = 0
+    ssd_blocks: int = 0
+    devices: tuple[Device, ...] = ()
 
 
 class NodeReport:
@@ -45,6 +66,7 @@ class NodeReport:
         state: NodeState,
         lock: threading.Lock,
         loops: Loops,
+        commands: Commands,
         links: Sequence[MasterLink],
         clients: Callable[[], int],
         watched: Sequence[Callable[[], str]],
@@ -53,13 +75,16 @@ class NodeReport:
         self.loops = loops
         self.links = links
         self.clients = clients
+        self._commands = commands
+        self._wanted = WantedBook()
         self._state = state
         self._lock = lock
         self._watched = watched
         self._started = time.monotonic()
 
     def totals(self) -> Totals:
-        state, arena = self._state, self._state.arena
+        state, arena, ssd = self._state, self._state.arena, self._state.ssd
+        devices = state.store.devices() if state.store is not None else []
         with self._lock:
             return Totals(
                 dram_bytes=arena.bytes_total,
@@ -76,11 +101,22 @@ class NodeReport:
                 salts=len(state.inventory.policy.charges),
                 slots=arena.capacity(),
                 counts=dataclasses.asdict(state.counts),
+                ssd_bytes=ssd.arena.bytes_total if ssd is not None else 0,
+                ssd_bytes_used=ssd.arena.bytes_used if ssd is not None else 0,
+                ssd_bytes_free=ssd.arena.bytes_total - ssd.arena.bytes_used if ssd is not None else 0,
+                ssd_blocks=ssd.visible if ssd is not None else 0,
+                devices=tuple(_device(index, device, ssd) for index, device in enumerate(devices)),
             )
 
     def problems(self) -> list[str]:
         """Why the node is not well; empty when it is. A node without its masters still serves and is well."""
-        return [*self.loops.problems(), *(problem for watch in self._watched if (problem := watch()))]
+        failed = [
+            f"device {device.path} failed: {device.problem or 'no reason given'}"
+            for device in (self._state.store.devices() if self._state.store is not None else [])
+            if device.state == "failed"
+        ]
+        watched = [problem for watch in (self._commands.problem, *self._watched) if (problem := watch())]
+        return [*self.loops.problems(), *watched, *failed]
 
     def health(self) -> dict[str, Any]:
         """For ``/healthz`` and NODE_INFO: JSON-ready."""
@@ -96,20 +132,46 @@ class NodeReport:
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "clients": self.clients(),
             "masters": [dataclasses.asdict(link.status()) for link in self.links],
+            "shares_revision": self._commands.kept_revision,
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],
             **totals,
         }
 
-    def node_status(self) -> control.NodeStatus:
-        """What masters are told each second."""
+    def node_status(self, told: Told) -> control.NodeStatus:
+        """What masters are told each second: of tenants, what changed since ``told``."""
+        revision = self._commands.kept_revision  # first: what is used is then what these shares allowed
+        with self._lock:
+            used = [dict(inventory.policy.charges) for inventory in self._state.tiers()]
+        dram, ssd = used[0], used[1] if len(used) > 1 else {}
+        tenants = self._wanted.report(dram, ssd, told)
         totals = self.totals()
         return control.NodeStatus(
             dram_bytes_used=totals.dram_bytes_used,
             dram_bytes_free=totals.dram_bytes_free,
-            blocks=totals.blocks,
+            blocks=totals.blocks + totals.ssd_blocks,
+            ssd_bytes_used=totals.ssd_bytes_used,
+            ssd_bytes_free=totals.ssd_bytes_free,
+            shares_revision=revision,
+            tenants=[control.TenantUsage(**dataclasses.asdict(tenant)) for tenant in tenants],
+            devices=[
+                control.DeviceStatus(
+                    path=device.path,
+                    state=device.state,
+                    bytes=device.bytes,
+                    bytes_used=device.bytes_used,
+                    problem=device.problem,
+                )
+                for device in totals.devices
+            ],
             clients=self.clients(),
             loop_age_seconds=self.loops.ages_s(),
             leases=totals.leases,
             reservations=totals.reservations,
         )
+
+
+def _device(index: int, device: DeviceState, ssd: Inventory | None) -> Device:
+    extents = [extent for extent in ssd.arena.slabs if extent.device == index] if ssd is not None else []
+    used = sum(len(extent.blocks) * extent.slot_bytes for extent in extents)
+    return Device(device.path, device.state, device.nbytes, used, device.problem, dict(device.counts))

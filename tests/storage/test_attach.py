@@ -15,9 +15,10 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterServicer, add_MasterServicer_to_server
 from kvstrata.storage.attach import MasterLink, advertised
+from kvstrata.storage.commands import TURN_S, Commands
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.outbox import Outbox
-from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
 
 from .conftest import Node, key, keys, until
@@ -114,12 +115,16 @@ class Linked:
         self.node = node
         self.lock = threading.Lock()
         self.trims = 0
+        self.commands = Commands(node.state, self.lock)
+        self.loop = Loop("commands", TURN_S, self.commands.turn).start()
+        self.commands.wake = self.loop.wake
         self.link = MasterLink(
             master,
             node.state,
             self.lock,
+            self.commands,
             lambda host: control.Attach(node_id="n", incarnation=7, channel=f"{host}:1"),
-            lambda: control.NodeStatus(blocks=node.state.inventory.visible),
+            lambda told: control.NodeStatus(blocks=node.state.inventory.visible),
             self._acknowledged,
         )
         self.link.start()
@@ -137,6 +142,7 @@ class Linked:
     def stop(self) -> None:
         self.link.leave("the test is over")
         self.link.stop()
+        self.loop.stop()
 
     def inventory(self) -> set[tuple[str, bytes]]:
         with self.lock:
@@ -283,7 +289,7 @@ def test_snapshots_come_in_bounded_parts(make_node: Callable[..., Node], monkeyp
     node = make_node(slabs=4)
     for salt in ("a", "b", "c"):
         node.store(range(10), salt=salt)
-    outbox = Outbox(node.state, threading.Lock(), control.Attach(), control.NodeStatus)
+    outbox = Outbox(node.state, threading.Lock(), control.Attach(), lambda told: control.NodeStatus())
     outbox.attached.set()
     messages = outbox.messages()
     assert next(messages).HasField("attach")

@@ -45,7 +45,9 @@ def test_another_format_names_the_newer_version(tmp_path: Path) -> None:
         file.load()
 
 
-@pytest.mark.parametrize("body", ["[]", '{"quotas": null}', '{"quotas": null, "epochs": {"g": "1"}}', "{"])
+@pytest.mark.parametrize(
+    "body", ["[]", '{"quotas": 3, "epochs": {}}', '{"quotas": null}', '{"quotas": null, "epochs": {"g": "1"}}', "{"]
+)
 def test_a_sound_checksum_does_not_make_nonsense_right(tmp_path: Path, body: str) -> None:
     file = PolicyFile(tmp_path)
     head = {"format": 1, "bytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body.encode())}
@@ -63,5 +65,5 @@ def test_a_write_that_fails_leaves_what_was(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
-        file.save(Policies())
+        file.save(Policies({}))
     assert PolicyFile(tmp_path).load() == KEPT
