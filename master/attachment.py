@@ -8,6 +8,7 @@ from typing import Final
 
 from kvstrata.master.directory import Directory, TableKey
 from kvstrata.master.messages import Change, DeltaBatch, Holding, NodeFacts, SnapshotPart
+from kvstrata.master.misses import MissReason, departed
 from kvstrata.master.probing import Keys
 
 #: Bytes of hashes in deltas kept while a snapshot loads. Past it the node is asked for a new one.
@@ -60,9 +61,10 @@ class Attachment:
         return self._shadow is not None
 
     def release(self, directory: Directory) -> None:
-        """Forget everything this attachment said."""
-        for slot in self.slots:
-            directory.drop_slot(slot)
+        """Forget everything this attachment said: what only its node had is lost."""
+        self._drop_shadow(directory)
+        if self.slot is not None:
+            directory.drop_slot(self.slot, MissReason.NODE_LOST)
         self.slot = self._shadow = None
         self.synced = False
         self._forget_kept()
@@ -95,7 +97,7 @@ class Attachment:
         self.applied_seq = self._cut_seq
         self.synced = True
         if old is not None:
-            directory.drop_slot(old)
+            directory.drop_slot(old, MissReason.EVICTED)
         self._forget_kept()
         for delta in kept:
             self._apply(delta, directory, locate)
@@ -142,12 +144,19 @@ class Attachment:
             located = locate(change)
             if located is None:
                 continue
-            apply = directory.add if change.added else directory.remove
-            apply(self.slot, located[0], change.tier, located[1])
+            table, keys = located
+            if change.added:
+                directory.add(self.slot, table, change.tier, keys)
+            else:
+                directory.remove(self.slot, table, change.tier, keys, departed(change.reason))
         self.applied_seq = delta.seq
         directory.applied(self.slot, delta.seq)
 
     # ------------------------------------------------------------------ gaps
+
+    def start_over(self, directory: Directory, reason: str) -> Outcome:
+        """What is known may be wrong: ``GAP`` when a new snapshot is to be asked for, else one is coming."""
+        return self._gap(directory, reason)
 
     def _gap(self, directory: Directory, reason: str) -> Outcome:
         """Start over: what is in service stays, what was loading goes."""

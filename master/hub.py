@@ -17,10 +17,11 @@ import numpy as np
 
 from kvstrata.master import messages as m
 from kvstrata.master.journal import Journal
+from kvstrata.master.lookups import LookedUp
 from kvstrata.master.metrics import Metrics
 from kvstrata.master.namespaces import Opened
 from kvstrata.master.placement import Placed
-from kvstrata.master.state import LookedUp, MasterState
+from kvstrata.master.state import MasterState
 from kvstrata.master.store import StateStore
 from kvstrata.master.table import fold
 from kvstrata.proto.errors import InvalidArgument, Unavailable

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvstrata.master.state import LookedUp
+from kvstrata.master.lookups import LookedUp
+from kvstrata.master.misses import MissReason
 from kvstrata.proto.status import PlaceState, Tier
 
 _LATENCY_BUCKETS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -33,10 +34,7 @@ class Metrics:
             registry=self.registry,
         )
         self._hits = [hits.labels(tier.name.lower()) for tier in Tier]
-        self._not_yet = misses.labels("not_yet")
-        self._absent = misses.labels("absent")
-        self._unroutable = misses.labels("unroutable")
-        self._shard_missing = misses.labels("shard_missing")
+        self._misses = {reason: misses.labels(reason.label) for reason in MissReason}
         self._places = [places.labels(state.name.lower()) for state in PlaceState]
 
     def looked_up(self, answer: LookedUp, seconds: float) -> None:
@@ -50,14 +48,10 @@ class Metrics:
         for counter, count in zip(self._hits, tiers.tolist(), strict=False):
             if count:
                 counter.inc(count)
-        missing = asked - int(tiers.sum())
-        if answer.not_yet:
-            self._not_yet.inc(missing)
-            return
-        held = int(np.count_nonzero(found.codes))
-        self._shard_missing.inc(held - int(tiers.sum()))
-        self._unroutable.inc(found.unroutable)
-        self._absent.inc(asked - held - found.unroutable)
+        if len(answer.reasons):
+            counts = answer.misses()
+            for reason in np.flatnonzero(counts).tolist():
+                self._misses[MissReason(reason)].inc(int(counts[reason]))
 
     def placed(self, states: npt.NDArray[np.int64]) -> None:
         """Count one placement: blocks by :class:`PlaceState`."""

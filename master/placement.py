@@ -159,6 +159,12 @@ class Placement:
         usable &= np.isin(slot, np.fromiter(slots, dtype=np.int64))
         return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16)
 
+    def in_flight(self, keys: Keys, scope: Keys, slots: set[int], now: float) -> npt.NDArray[np.bool_]:
+        """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
+        if not self._intents.live and not self._older.live:
+            return np.zeros(len(keys), dtype=np.bool_)
+        return self._intended(keys ^ scope, slots, now) != 0
+
     def _remember(self, scoped: Keys, codes: Codes, now: float) -> None:
         slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
         values: Values = ((slots + np.uint32(1)) << np.uint32(_TICK_BITS)) | np.uint32(_tick(now))

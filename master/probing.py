@@ -135,6 +135,18 @@ class SlotArray:
             values[live] = changed
             self.live -= int(np.count_nonzero(gone))
 
+    def purge(self, dead: npt.NDArray[np.bool_], start: int, stop: int) -> Values:
+        """Take out the entries between two slots whose value v has ``dead[v]``; returns their values."""
+        taken = []
+        for first in range(start, stop, STRIDE):
+            values = self.value[first : min(stop, first + STRIDE)]
+            slots = np.flatnonzero(is_live(values) & (values < len(dead)))
+            slots = slots[dead[values[slots]]]
+            taken.append(values[slots])
+            values[slots] = TOMBSTONE
+            self.live -= len(slots)
+        return np.concatenate(taken) if taken else np.zeros(0, dtype=np.uint32)
+
     def histogram(self, size: int) -> npt.NDArray[np.int64]:
         """How many entries have each value below ``size``."""
         counts = np.zeros(size, dtype=np.int64)

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.holders import Codes
+from kvstrata.master.lookups import LookedUp
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.placement import Placed
-from kvstrata.master.state import LookedUp
 from kvstrata.proto import channel_pb2 as pb
 
 Runs = npt.NDArray[np.int64]

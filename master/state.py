@@ -18,8 +18,10 @@ import numpy as np
 from kvstrata.master import messages as m
 from kvstrata.master.attachment import Outcome
 from kvstrata.master.chronicle import Chronicle, Line
-from kvstrata.master.directory import Directory, Found, TableKey
+from kvstrata.master.directory import Directory, TableKey
+from kvstrata.master.lookups import LookedUp, left, reasons_of
 from kvstrata.master.membership import Membership
+from kvstrata.master.misses import MissReason
 from kvstrata.master.namespaces import Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.placement import Placed, Placement
@@ -46,14 +48,6 @@ class Saved:
     fallback: m.SaveFallback | None = None
     grants: tuple[m.SaveGrants, ...] = ()
     scopes: tuple[m.SaveScope, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """``not_yet``: something is missing that a node which has not come back yet may hold."""
-
-    found: Found
-    not_yet: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ class MasterState:
             m.LinkLost: self.membership.link_lost,
             m.Heartbeat: self.membership.heartbeat,
             m.MissReport: self._miss,
-            m.Tick: self.membership.tick,
+            m.Tick: self._tick,
         }
 
     @property
@@ -116,6 +110,10 @@ class MasterState:
     def _take_out(self) -> list[m.Command]:
         out, self._out = self._out, []
         return out
+
+    def _tick(self, event: m.Tick, now: float) -> None:
+        self.membership.tick(event, now)
+        self.directory.turn(now)
 
     # ------------------------------------------------------------------ inventory
 
@@ -185,7 +183,19 @@ class MasterState:
     def lookup(self, namespace: Namespace, group: int, salt: str, keys: Keys, boot_id: str, now: float) -> LookedUp:
         """Where blocks are. Pins nothing, renews nothing."""
         found = self.directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id)
-        return LookedUp(found, found.hit_blocks < len(keys) and self.recovering(now))
+        if found.present.all():
+            return LookedUp(found, False, np.zeros(0, dtype=np.uint8))
+        if found.hit_blocks < len(keys) and self.recovering(now):
+            missing = len(keys) - int(np.count_nonzero(found.present))
+            return LookedUp(found, True, np.full(missing, MissReason.NOT_YET, dtype=np.uint8))
+        table = TableKey(group, namespace.shard, salt)
+        reasons, missing_keys = reasons_of(self.directory, table, keys, found)
+        gone = left(reasons)
+        if gone.size:
+            scope = _scope(group, namespace.shard, salt)
+            coming = self.placement.in_flight(missing_keys[gone], scope, set(self.membership.slot_facts), now)
+            reasons[gone[coming]] = MissReason.IN_FLIGHT
+        return LookedUp(found, False, reasons)
 
     def place(self, namespace: Namespace, group: int, salt: str, keys: Keys, boot_id: str, now: float) -> Placed:
         """Where to store blocks: there already, in flight, or a node."""

@@ -35,6 +35,9 @@ MOVED_AT_ONCE: Final = 1 << 16
 #: old entry, and room for a third as many new ones, the old slots are through long before the new are full.
 MOVED_MIN: Final = 1 << 11
 MOVED_PER_KEY: Final = 8
+#: A place in a table: its layout, and a slot of it.
+Cursor = tuple[int, int]
+BEGIN: Final[Cursor] = (-1, 0)
 #: Doublings tried for a key that finds no place; each has its own secret, so that one nearly always does.
 SPREADS_MAX: Final = 6
 
@@ -60,7 +63,7 @@ class Table:
     Not thread-safe: its owner holds a lock.
     """
 
-    __slots__ = ("_moved", "_next", "_old", "_slots", "_warmed")
+    __slots__ = ("_layouts", "_moved", "_next", "_old", "_slots", "_warmed")
 
     def __init__(self) -> None:
         self._slots = SlotArray(CAPACITY_MIN)
@@ -68,6 +71,7 @@ class Table:
         self._moved = 0  #: old slots before this one are empty
         self._next: SlotArray | None = None
         self._warmed = 0  #: next slots before this one have their memory
+        self._layouts = 0  #: grows whenever entries may be in other slots than before
 
     # ------------------------------------------------------------------ questions
 
@@ -91,6 +95,27 @@ class Table:
             missing = np.flatnonzero(values == EMPTY)
             values[missing] = _values_at(self._old, self._old.locate(keys[missing]))
         return values
+
+    def entries(self, cursor: Cursor, count: int) -> tuple[Keys, Values, Cursor | None]:
+        """Entries of the next ``count`` slots: (keys, values, where to go on; None at the end).
+
+        Begin with :data:`BEGIN`. Of a table that changes meanwhile some may come twice; one that is always
+        there comes at least once.
+        """
+        where = self._settled(cursor, count)
+        if where is None:
+            return np.zeros((0, 2), dtype=np.uint64), np.zeros(0, dtype=np.uint32), BEGIN
+        end = min(self.capacity, where + count)
+        keys, values, _ = self._slots.entries(where, end)
+        return keys, values, (self._layouts, end) if end < self.capacity else None
+
+    def _settled(self, cursor: Cursor, count: int) -> int | None:
+        """The slot that ``cursor`` stands for; 0 when entries moved since; None while they do: they move on."""
+        if self._old is not None:
+            self._move(max(MOVED_MIN, count))
+            return None
+        layout, where = cursor
+        return where if layout == self._layouts else 0
 
     def histogram(self, size: int) -> npt.NDArray[np.int64]:
         """How many entries have each value below ``size``. O(capacity)."""
@@ -141,6 +166,22 @@ class Table:
             self._old.remap(mapping)
         self._maybe_shrink()
 
+    def purge(self, dead: npt.NDArray[np.bool_], cursor: Cursor, count: int) -> tuple[Values, Cursor | None]:
+        """Take out entries of the next ``count`` slots whose value v has ``dead[v]``.
+
+        Returns (their values, where to go on; None at the end): :meth:`remap` in pieces, for what can wait.
+        Values past ``dead`` stay.
+        """
+        where = self._settled(cursor, count)
+        if where is None:
+            return np.zeros(0, dtype=np.uint32), BEGIN
+        end = min(self.capacity, where + count)
+        gone = self._slots.purge(dead, where, end)
+        if end < self.capacity:
+            return gone, (self._layouts, end)
+        self._maybe_shrink()
+        return gone, None
+
     def check(self) -> None:
         """Assert the structure, and that no key is in the old slots and the new. O(capacity)."""
         self._slots.check()
@@ -179,6 +220,7 @@ class Table:
         """Begin to move to new slots; what an earlier move has left is moved first."""
         if self._old is not None:
             self._move(self._old.capacity)
+        self._layouts += 1
         ahead, self._next = self._next, None
         fresh = ahead if ahead is not None and ahead.capacity == capacity else SlotArray(capacity)
         self._old, self._slots, self._moved = self._slots, fresh, 0
@@ -229,6 +271,7 @@ class Table:
             strides = (crowded.entries(start, start + STRIDE)[:2] for start in range(0, crowded.capacity, STRIDE))
             if all(not roomy.insert(keys, values)[1].size for keys, values in strides):
                 self._slots = roomy
+                self._layouts += 1
                 return
         raise MemoryError(f"{self.live} keys do not fit {capacity} slots: their hashes are not spread")
 

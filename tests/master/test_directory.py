@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.master import directory as directory_module
 from kvstrata.master.directory import Directory, TableKey, prefix_length
+from kvstrata.master.misses import MissReason
 from kvstrata.master.probing import Keys
 
 BLOCKS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
@@ -187,7 +188,8 @@ def test_unroutable_blocks_are_told_from_absent_ones() -> None:
     slot = directory.take_slot()
     directory.add(slot, TABLE, 0, keys_of([1, 2]))
     found = directory.lookup(0, 0, 1, "tenant", keys_of([1, 2, 3]))
-    assert found.unroutable == 2 and not found.present.any()
+    assert directory.reasons(found.ids).tolist() == [MissReason.UNROUTABLE] * 2 + [MissReason.NEVER_STORED]
+    assert not found.present.any()
 
 
 def test_a_newer_report_on_a_block_outlives_an_older_one() -> None:

@@ -6,11 +6,27 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.master.holders import HIDDEN, HolderSets, code_of
+from kvstrata.master.holders import GHOST, HIDDEN, HolderSets, code_of
+from kvstrata.master.misses import MissReason
 
 STEP = st.tuples(
-    st.sampled_from(["add", "remove", "hide", "show", "drop"]), st.integers(0, 3), st.integers(0, 2), st.integers(1, 7)
+    st.sampled_from(["add", "remove", "clear", "hide", "show", "drop"]),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(1, 7),
 )
+
+
+def ghosts(held: set[int]) -> set[int]:
+    return {code for code in held if code >= GHOST}
+
+
+def take(held: set[int], gone: set[int], reason: int | None) -> None:
+    """The last holder that goes leaves a ghost, if there is a reason."""
+    had = bool(held)
+    held -= gone
+    if had and not held and reason is not None:
+        held.add(GHOST + reason)
 
 
 @settings(max_examples=150, deadline=None)
@@ -26,12 +42,16 @@ def test_transitions_equal_set_arithmetic(steps: list[tuple[str, int, int, int]]
         if what == "add":
             ids[chosen] = sets.with_holder(ids[chosen], slot, tier)
             for held in touched:
-                held.discard(mark)
+                held -= {mark, *ghosts(held)}
                 held.add(code_of(slot, tier))
         elif what == "remove":
-            ids[chosen] = sets.without_holder(ids[chosen], slot, tier)
+            ids[chosen] = sets.without_holder(ids[chosen], slot, tier, MissReason.EVICTED)
             for held in touched:
-                held -= {mark, code_of(slot, tier)}
+                take(held, {mark, code_of(slot, tier)}, MissReason.EVICTED)
+        elif what == "clear":
+            ids[chosen] = sets.without_holders(ids[chosen], MissReason.REMOVED)
+            for held in touched:
+                take(held, held - ghosts(held), MissReason.REMOVED)
         elif what == "hide":
             ids[chosen] = sets.hidden(ids[chosen], slot)
             for held in touched:
@@ -46,10 +66,11 @@ def test_transitions_equal_set_arithmetic(steps: list[tuple[str, int, int, int]]
                     held.discard(mark)
                     held.update(code_of(slot, tier) for tier in range(HIDDEN) if mask >> tier & 1)
         else:
-            ids = sets.mapping_without_slot(slot)[ids]
+            reason = MissReason.NODE_LOST if mask & 1 else None
+            ids = sets.mapping_without_slot(slot, reason)[ids]
             sets.forget_slot(slot)
             for held in oracle:
-                held -= {code for code in held if code >> 2 == slot}
+                take(held, {code for code in held if code >> 2 == slot}, reason)
         sets.check()
         assert [set(sets.holders(set_id)) for set_id in ids.tolist()] == oracle
 
@@ -89,3 +110,23 @@ def test_an_id_with_a_new_meaning_is_announced() -> None:
     before = sets.reuses
     assert sets.with_holder(np.zeros(1, dtype=np.uint32), 1, 0) == first
     assert sets.reuses == before + 1
+
+
+def test_memory_comes_before_the_disk_of_the_same_node() -> None:
+    sets = HolderSets()
+    both = sets.with_holder(sets.with_holder(np.zeros(1, dtype=np.uint32), 3, 1), 3, 0)
+    for host in ("", "a", "b"):
+        assert sets.routes({3: "a"}, host)[both[0]] == 1 + code_of(3, 0)
+    disk = sets.without_holder(both, 3, 0, MissReason.EVICTED_ROOM)
+    assert sets.routes({3: "a"}, "a")[disk[0]] == 1 + code_of(3, 1)
+
+
+def test_reasons_by_set() -> None:
+    sets = HolderSets()
+    held = sets.with_holder(np.zeros(1, dtype=np.uint32), 0, 0)
+    evicted = sets.without_holder(held, 0, 0, 16 * 7 + MissReason.EVICTED_QUOTA)
+    hidden = sets.hidden(held, 0)
+    reasons = sets.reasons()
+    assert reasons[held[0]] == MissReason.UNROUTABLE and reasons[hidden[0]] == MissReason.LOAD_FAILED
+    assert reasons[evicted[0]] == MissReason.EVICTED_QUOTA and reasons[0] == MissReason.NEVER_STORED
+    assert sets.mark_of(int(evicted[0])) == 16 * 7 + MissReason.EVICTED_QUOTA and sets.mark_of(int(held[0])) is None

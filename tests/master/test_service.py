@@ -141,7 +141,7 @@ def test_blocks_asked_are_hits_and_misses_by_reason(master: Master, node: Make, 
     assert value("kvstrata_master_blocks_asked_total") == 5
     assert value("kvstrata_master_block_hits_total", {"tier": "dram"}) == 3
     assert value("kvstrata_master_block_misses_total", {"reason": "shard_missing"}) == 1
-    assert value("kvstrata_master_block_misses_total", {"reason": "absent"}) == 1
+    assert value("kvstrata_master_block_misses_total", {"reason": "never_stored"}) == 1
 
 
 def test_http(master: Master, node: Make, client: Any) -> None:
@@ -156,7 +156,7 @@ def test_http(master: Master, node: Make, client: Any) -> None:
         "kvstrata_master_lookups_total 1.0",
         "kvstrata_master_blocks_asked_total 5.0",
         'kvstrata_master_block_hits_total{tier="dram"} 3.0',
-        'kvstrata_master_block_misses_total{reason="absent"} 2.0',
+        'kvstrata_master_block_misses_total{reason="never_stored"} 2.0',
         'kvstrata_master_blocks_placed_total{state="new"} 1.0',
         'kvstrata_master_nodes{state="active"} 1.0',
         "kvstrata_master_blocks 3.0",

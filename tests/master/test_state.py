@@ -9,8 +9,9 @@ import pytest
 
 from kvstrata.master import messages as m
 from kvstrata.master.liveness import NodeState
+from kvstrata.master.lookups import LookedUp
 from kvstrata.master.placement import Placed
-from kvstrata.master.state import LookedUp, MasterState, Removal, Saved
+from kvstrata.master.state import MasterState, Removal, Saved
 from kvstrata.master.table import fold
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
