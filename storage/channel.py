@@ -19,6 +19,7 @@ from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.messages import parsed, reply, u32s
+from kvstrata.storage.movers import Movers
 from kvstrata.storage.reads import ReadHandlers
 from kvstrata.storage.regions import RegionAsk, RegionBook
 from kvstrata.storage.slab import GENERATION_BYTES
@@ -31,7 +32,7 @@ from kvstrata.transfer.sessions import ServerConnection, Session
 
 class NodeChannel:
     """All handlers of a node. ``lock`` is the state's; ``changed`` is called after changes that the
-    directory should hear of; ``info`` gives what NODE_INFO answers."""
+    directory should hear of; ``info`` gives what NODE_INFO answers; ``movers`` work the SSD, if there is one."""
 
     def __init__(
         self,
@@ -41,14 +42,15 @@ class NodeChannel:
         changed: Callable[[], None] = lambda: None,
         info: Callable[[], Mapping[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        movers: Movers | None = None,
     ) -> None:
         self.regions = RegionBook()
         self._state = state
         self._lock = lock
         self._info = info
         self._clock = clock
-        self._reads = ReadHandlers(state, lock, clock)
-        self._writes = WriteHandlers(state, lock, self.regions, changed, clock)
+        self._reads = ReadHandlers(state, lock, clock, movers)
+        self._writes = WriteHandlers(state, lock, self.regions, changed, clock, movers)
 
     def handlers(self) -> dict[int, Handler]:
         """By frame kind, for the channel server."""
