@@ -11,7 +11,9 @@ import pytest
 import xxhash
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.status import Tier
 from kvstrata.storage.policies import Policies, PolicyFile
+from kvstrata.storage.quotas import NodeShare, QuotaBook
 
 KEPT = Policies({"salts": [["über", 5]], "fallback": None}, {"model": 3, "": 1})
 
@@ -67,3 +69,17 @@ def test_a_write_that_fails_leaves_what_was(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="no space"):
         file.save(Policies({}))
     assert PolicyFile(tmp_path).load() == KEPT
+
+
+def test_shares_that_are_none_are_refused_too(tmp_path: Path) -> None:
+    file = PolicyFile(tmp_path)
+    assert file.restored()[0].shares() == []
+    file.save(Policies({"format": 1, "shares": {"a": {"dram_limit": -1}}}))
+    with pytest.raises(ConfigError, match=r"policies\.json.*move it away"):
+        file.restored()
+    book = QuotaBook()
+    book.apply([NodeShare("a", 5, None, 1)], [], True, NodeShare("", 7), 30.0, 0.0, revision=4)
+    file.save(Policies(book.to_json(), {"g": 2}))
+    kept, epochs = file.restored()
+    assert (kept.shares(), kept.revision, epochs) == (book.shares(), 4, {"g": 2})
+    assert kept.limit(Tier.DRAM, "another", 0.0) == 7
