@@ -34,16 +34,18 @@ class LeaseBook:
         self._sessions = sessions
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._sent: set[int] = set()
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def grant(self, session: bytes, blocks: list[Block], seconds: float, now: float) -> Lease:
-        """Lease visible blocks, in chain order, to a session until ``now + seconds``."""
+        """Lease visible blocks of one shelf, in chain order, to a session until ``now + seconds``."""
         self._last += 1
         lease = Lease(self._last, session, blocks, now, now + seconds)
         self._inventory.pin(blocks)
+        blocks[0].shelf.leases.add(lease)
         self._leases[lease.id] = lease
         holdings = self._sessions.get(session)
         if holdings is None:
@@ -52,16 +54,22 @@ class LeaseBook:
         heapq.heappush(self._deadlines, (lease.deadline, lease.id))
         return lease
 
-    def hold(self, blocks: list[Block], now: float) -> Lease:
-        """A lease for bytes this node itself sends: no deadline, since it ends by :meth:`end` for certain."""
+    def hold(self, blocks: list[Block], now: float, *, sent: bool = False) -> Lease:
+        """A lease for bytes that this node itself moves, or sends to a reader (``sent``).
+
+        No deadline, since it ends by :meth:`end` for certain.
+        """
         self._last += 1
+        if sent:
+            self._sent.add(self._last)
         lease = self._leases[self._last] = Lease(self._last, b"", blocks, now, float("inf"))
         self._inventory.pin(blocks)
+        blocks[0].shelf.leases.add(lease)
         return lease
 
     def sending(self) -> list[Lease]:
-        """Reads that the node itself performs now, of blocks that nobody finds any more. O(leases)."""
-        return [each for each in self._leases.values() if not each.session and each.blocks[0].shelf.retired]
+        """Reads whose bytes are being sent now, of blocks that nobody finds any more. O(such reads)."""
+        return [lease for lease in map(self._leases.__getitem__, self._sent) if lease.blocks[0].shelf.retired]
 
     def stands(self, lease: Lease) -> bool:
         return lease.id in self._leases
@@ -97,12 +105,14 @@ class LeaseBook:
         """End a lease that stands. Safe for one that has ended."""
         if self._leases.pop(lease.id, None) is None:
             return
+        self._sent.discard(lease.id)
         if lease.session:
             holdings = self._sessions[lease.session]
             holdings.leases.discard(lease.id)
             holdings.view_bytes -= lease.view_bytes
             if holdings.empty():
                 del self._sessions[lease.session]
+        lease.blocks[0].shelf.leases.discard(lease)
         self._inventory.unpin(lease.blocks)
 
     def end_all(self, numbers: set[int]) -> None:
@@ -123,9 +133,12 @@ class LeaseBook:
 
     def check(self) -> None:
         """Assert that each block's count is that of the leases that name it."""
+        assert self._sent <= self._leases.keys()
         named: dict[Block, int] = {}
         for lease in self._leases.values():
             assert not lease.session or lease.id in self._sessions[lease.session].leases
+            assert all(block.shelf is lease.blocks[0].shelf for block in lease.blocks)
+            assert lease in lease.blocks[0].shelf.leases, "a lease that its shelf does not know"
             for block in lease.blocks:
                 named[block] = named.get(block, 0) + 1
         for block in self._inventory.blocks():

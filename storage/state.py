@@ -205,7 +205,7 @@ class NodeState:
             policy.next_stamp()
             policy.touch(blocks)
             book = self.leases
-            lease = book.grant(session, blocks, seconds, now) if seconds else book.hold(blocks, now)
+            lease = book.grant(session, blocks, seconds, now) if seconds else book.hold(blocks, now, sent=True)
         return Acquired(status, blocks, lease, self.deltas.answer_seq)
 
     def release(self, session: bytes, leases: Sequence[int]) -> None:
