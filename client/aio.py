@@ -56,8 +56,8 @@ class AsyncClient:
         """Keywords as for :meth:`Client.namespace`."""
         return await self._run(partial(self.sync.namespace, group, **layout))
 
-    async def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup:
-        return await self._run(partial(self.sync.lookup, namespace, cache_salt, hashes))
+    async def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, *, request: str = "") -> Lookup:
+        return await self._run(partial(self.sync.lookup, namespace, cache_salt, hashes, request=request))
 
     async def exists(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Mask:
         return await self._run(partial(self.sync.exists, namespace, cache_salt, hashes))
@@ -65,6 +65,15 @@ class AsyncClient:
     async def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup | None:
         """Ends when the blocks are ready, as ``Client.prefetch(...).wait()``; make a task of it to go on meanwhile."""
         return await self._run(lambda: self.sync.prefetch(namespace, cache_salt, hashes).wait())
+
+    async def keep(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, ttl_s: float) -> int:
+        return await self._run(partial(self.sync.keep, namespace, cache_salt, hashes, ttl_s))
+
+    async def forget(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> int:
+        return await self._run(partial(self.sync.forget, namespace, cache_salt, hashes))
+
+    async def drop(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> int:
+        return await self._run(partial(self.sync.drop, namespace, cache_salt, hashes))
 
     async def load(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView) -> LoadResult:
         return await self._run(partial(self.sync.load, namespace, cache_salt, hashes, blocks))

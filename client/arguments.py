@@ -16,6 +16,7 @@ from kvstrata.transfer.regions import BlockView
 Hashes = bytes | bytearray | memoryview | Sequence[bytes] | npt.NDArray[np.uint8]
 
 FIRST_INDEX_MAX = (1 << 32) - 1
+REQUEST_CHARACTERS_MAX = 256
 
 
 def checked_hashes(namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> bytes:
@@ -44,6 +45,14 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"{name} is no valid Unicode text: {error.reason} at {error.start}") from error
+
+
+def checked_request(name: str) -> str:
+    """An engine's name of a request; raises :class:`InvalidArgument`."""
+    check_text("request", name)
+    if len(name) > REQUEST_CHARACTERS_MAX:
+        raise InvalidArgument(f"request has {len(name)} characters: at most {REQUEST_CHARACTERS_MAX} are allowed")
+    return name
 
 
 def check_blocks(namespace: PoolNamespace, packed: bytes, blocks: BlockView, *, into: bool) -> int:

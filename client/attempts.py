@@ -1,12 +1,13 @@
-"""What a read does at one node: copy blocks out, lease them for a view, or mark them as used."""
+"""What a read does at one node: copy blocks out, or lease them for a view."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvstrata.client.asked import Asked
 from kvstrata.client.outcomes import WHOLE_CALL
 from kvstrata.client.plan import Where
-from kvstrata.client.reading import Asked, Attempt
+from kvstrata.client.reading import Attempt
 from kvstrata.client.results import NO_TIER
 from kvstrata.client.view import View
 from kvstrata.proto.errors import Refused
@@ -21,7 +22,7 @@ def copying(asked: Asked, blocks: BlockView, verify: Verify) -> Attempt:
 
     def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         into = blocks if where is None else blocks[where]
-        return peer.fetch(Fetch(namespace, salt, hashes, into, deadline, verify))
+        return peer.fetch(Fetch(namespace, salt, hashes, into, deadline, verify, namespace.epoch))
 
     return fetch
 
@@ -32,7 +33,7 @@ def viewing(asked: Asked, view: View, refusals: list[Refused]) -> Attempt:
     def lease(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         positions = np.arange(asked.count)[slice(None) if where is None else where].tolist()
         try:
-            held = peer.view(asked.namespace, asked.salt, hashes, asked.deadline)
+            held = peer.view(asked.namespace, asked.salt, hashes, asked.deadline, asked.namespace.epoch)
         except WHOLE_CALL:
             raise
         except Refused as error:
@@ -43,21 +44,6 @@ def viewing(asked: Asked, view: View, refusals: list[Refused]) -> Attempt:
         return Fetched(np.array(status, np.uint8), np.zeros(len(status), np.uint8))
 
     return lease
-
-
-def touching(asked: Asked) -> Attempt:
-    """A lease taken and given back: the node counts the blocks as used. Without views nothing is sent."""
-
-    def touch(peer: Peer, _: Where | None, hashes: bytes) -> Fetched:
-        try:
-            peer.view(asked.namespace, asked.salt, hashes, asked.deadline).close()
-        except WHOLE_CALL:
-            raise
-        except Refused:
-            pass  # the load itself will mark them
-        return _all(len(hashes) // asked.namespace.hash_bytes, BlockStatus.LOADED, 0)
-
-    return touch
 
 
 def _all(count: int, status: BlockStatus, tier: int) -> Fetched:

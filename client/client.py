@@ -16,27 +16,37 @@ from typing import Any, Final, NoReturn, Protocol, get_args
 
 import numpy as np
 
-from kvstrata.client.arguments import Hashes, check_blocks, check_text, checked_hashes, checked_parent
-from kvstrata.client.attempts import copying, touching, viewing
+from kvstrata.client.arguments import (
+    Hashes,
+    check_blocks,
+    check_text,
+    checked_hashes,
+    checked_parent,
+    checked_request,
+)
+from kvstrata.client.asked import Asked
+from kvstrata.client.attempts import copying, viewing
 from kvstrata.client.counters import Counters
 from kvstrata.client.directory import Directory, parse_masters
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.health import health_report
+from kvstrata.client.hinting import Hinter, checked_ttl
 from kvstrata.client.keeper import start_keeper
 from kvstrata.client.locations import RecentLocations
-from kvstrata.client.looking import Looker, nothing_asked
+from kvstrata.client.looking import Looker
 from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import blocks_in_message
-from kvstrata.client.reading import Asked, Reader
+from kvstrata.client.prefetching import Begun, Prefetch, Prefetcher
+from kvstrata.client.reading import Reader
 from kvstrata.client.results import NO_TIER, LoadResult, Lookup, Mask, RemoveResult, StoreResult, reasons_of
-from kvstrata.client.transfers import Prefetch, Transfer, Transfers
+from kvstrata.client.transfers import Transfer, Transfers
 from kvstrata.client.view import View
 from kvstrata.client.writing import Offered, Writer
 from kvstrata.proto.errors import Closed, InvalidArgument, KVError, Refused
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.transfer.base import Verify
 from kvstrata.transfer.connection import CONNECT_S, SILENCE_S
 from kvstrata.transfer.identity import Identity, boot_id
@@ -95,6 +105,8 @@ class Client:
         self._looker = Looker(self._directory, self._recent, self._counters)
         self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
         self._writer = Writer(self._directory, self._peers, self._recent, self._fanout)
+        self._prefetcher = Prefetcher(self._looker, self._peers, self._fanout)
+        self._hinter = Hinter(self._looker, self._recent, self._peers, self._fanout)
         self._transfers = Transfers()
         self._views: set[View] = set()
         self._directory.greet(time.monotonic() + GREET_S)
@@ -121,6 +133,10 @@ class Client:
         shard_count: int = 1,
     ) -> PoolNamespace:
         """One shard of one model's KV. ``group`` fingerprints all that makes the bytes interchangeable.
+
+        What is returned is pinned to the group's weight epoch of now. Once the weights have changed (a bump of
+        the epoch) it finds nothing, and its stores raise :class:`FingerprintMismatch`: an engine that has loaded
+        the new weights opens the namespace again.
 
         Raises :class:`FingerprintMismatch` when a master knows the group with another layout; with no
         master reachable that shows at the first call instead.
@@ -149,36 +165,58 @@ class Client:
 
     # ------------------------------------------------------------------ asking
 
-    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Lookup:
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, *, request: str = "") -> Lookup:
         """Where the longest usable prefix of ``hashes`` is. Pins nothing, may be called any number of times.
 
         One round trip to a master. ``hit_blocks`` is None for "not yet", 0 with ``answered`` False when no
-        master could be asked.
+        master could be asked. ``request``: the caller's name of the request (at most 256 characters), under which
+        ``kvstrata why`` finds what was asked and why it missed.
         """
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
-        return self._looker.look_up(namespace, cache_salt, packed, started, started + self._deadline_s)
+        if request:
+            checked_request(request)
+        return self._looker.look_up(namespace, cache_salt, packed, started, started + self._deadline_s, request)
 
     def exists(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Mask:
         """bool[n]: which blocks the directory shows, holes and all. False everywhere when it cannot be asked."""
         return self.lookup(namespace, cache_salt, hashes).present
 
     def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Prefetch:
-        """Make a coming load cheaper, in the background: see :class:`Prefetch`."""
+        """Have the hit prefix read from SSD into memory, in the background: see :class:`Prefetch`."""
         started = self._check_usable()
-        packed = checked_hashes(namespace, cache_salt, hashes)
-        call = partial(self._prefetch, namespace, cache_salt, packed, started)
-        return Prefetch(
-            self._transfers.submit(call, partial(nothing_asked, answered=False)), started + self._deadline_s
-        )
+        asked = self._named(namespace, cache_salt, hashes, started)
+        call = partial(self._prefetcher.begin, asked, started)
+        future = self._transfers.submit(call, partial(Begun.shed, asked))
+        return Prefetch(future, asked.deadline, self._prefetcher.ask)
 
-    def _prefetch(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float) -> Lookup:
-        found = self._looker.look_up(namespace, salt, packed, started, started + self._deadline_s)
-        hit = found.hit_blocks or 0
-        if hit:
-            asked = self._asked(namespace, salt, packed[: hit * namespace.hash_bytes], hit, 1, started)
-            self._reader.read(asked, touching(asked))
-        return found
+    # ------------------------------------------------------------------ hints
+
+    def keep(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, ttl_s: float) -> int:
+        """These blocks will be wanted again within ``ttl_s`` seconds (at most a day): evict others of the same
+        tenant first. Best effort, charged to the tenant's own quota; returns the blocks that nodes marked.
+
+        For an agent's prefix that is to survive its think time. Keeping again moves the end.
+        """
+        return self._hint(namespace, cache_salt, hashes, HintKind.KEEP, checked_ttl(ttl_s))
+
+    def forget(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> int:
+        """Take back what :meth:`keep` said: they leave when it is their turn. Returns the blocks unmarked."""
+        return self._hint(namespace, cache_salt, hashes, HintKind.FORGET, 0.0)
+
+    def drop(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> int:
+        """These blocks will not be wanted again: they leave first when room is needed. Unlike :meth:`remove` they
+        can be read until then. Returns the blocks moved."""
+        return self._hint(namespace, cache_salt, hashes, HintKind.DROP, 0.0)
+
+    def _hint(self, namespace: PoolNamespace, salt: str, hashes: Hashes, kind: HintKind, ttl_s: float) -> int:
+        started = self._check_usable()
+        asked = self._named(namespace, salt, hashes, started)
+        return self._hinter.hint(asked, kind, ttl_s, started) if asked.count else 0
+
+    def _named(self, namespace: PoolNamespace, salt: str, hashes: Hashes, started: float) -> Asked:
+        packed = checked_hashes(namespace, salt, hashes)
+        return self._asked(namespace, salt, packed, len(packed) // namespace.hash_bytes, 1, started)
 
     # ------------------------------------------------------------------ loading
 
@@ -301,7 +339,7 @@ class Client:
             return StoreResult.of(np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
         pushed = self._writer.write(offered)
-        result = StoreResult.of(pushed.status, time.monotonic() - started, pushed.bytes_moved)
+        result = StoreResult.of(pushed.status, time.monotonic() - started, pushed.bytes_moved, pushed.durable)
         self._counters.add("store", result.reasons, pushed.bytes_moved)
         return result
 
@@ -309,7 +347,7 @@ class Client:
         """Take blocks out of the pool for good, by way of a master. See :class:`RemoveResult`."""
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
-        self._recent.forget(namespace, cache_salt)
+        self._recent.forget(namespace, cache_salt, epoch=namespace.epoch)
         if not packed:
             return RemoveResult(0)
         left_ms = max(1, int(self._deadline_s * 500))  # half for the nodes, half for the way back

@@ -183,12 +183,14 @@ class Directory:
                 master.process.handle(namespace, deadline)
                 return
 
-    def lookup(self, namespace: PoolNamespace, salt: str, packed: bytes, deadline: float) -> Located:
-        """Raises :class:`Unavailable` (:class:`Late` when time ran out), or the refusal of the call."""
+    def lookup(self, namespace: PoolNamespace, salt: str, packed: bytes, deadline: float, request: str = "") -> Located:
+        """``request``: the engine's name of the request that asks, for the master's log of lookups.
+
+        Raises :class:`Unavailable` (:class:`Late` when time ran out), or the refusal of the call."""
 
         def ask(piece: bytes) -> Located:
             def build(handle: int) -> Message:
-                return pb.Lookup(ns=handle, salt=salt, hashes=piece)
+                return pb.Lookup(ns=handle, salt=salt, hashes=piece, epoch=namespace.epoch, request=request)
 
             count = len(piece) // namespace.hash_bytes
             decode = _decoder(pb.LookupOk, lambda reply: decode_lookup(reply, count))
@@ -201,7 +203,7 @@ class Directory:
 
         def ask(piece: bytes) -> Placed:
             def build(handle: int) -> Message:
-                return pb.Place(ns=handle, salt=salt, hashes=piece, boot_id=boot_id)
+                return pb.Place(ns=handle, salt=salt, hashes=piece, boot_id=boot_id, epoch=namespace.epoch)
 
             count = len(piece) // namespace.hash_bytes
             decode = _decoder(pb.PlaceOk, lambda reply: decode_place(reply, count))
@@ -238,6 +240,7 @@ class Directory:
                     node_id=node.node_id,
                     incarnation=node.incarnation,
                     delta_seq=delta_seq,
+                    epoch=namespace.epoch,
                 )
                 process.channel.tell(Kind.MISS_REPORT, report.SerializeToString(), deadline)
         except KVError as error:

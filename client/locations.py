@@ -186,7 +186,7 @@ class RecentLocations:
         self._tenants_max = tenants_max
         self._answers_max = answers_max
         self._clock = clock
-        self._tenants: OrderedDict[tuple[Namespace, str], list[_Answer]] = OrderedDict()
+        self._tenants: OrderedDict[tuple[Namespace, str, int], list[_Answer]] = OrderedDict()
         self._lock = threading.Lock()
 
     def remember(
@@ -197,14 +197,16 @@ class RecentLocations:
         codes: U16,
         nodes: tuple[Endpoint, ...],
         *,
+        epoch: int = 0,
         stored: bool = False,
     ) -> None:
         """Keep an answer in front of older ones; one for the same hashes is replaced.
 
+        ``epoch``: the weight epoch it was asked under; handles pinned to another one never see it.
         ``stored``: it is where this client has just stored the blocks. For a moment the directory may not
         have heard of them, so a lookup that shows them absent does not take the place of that knowledge.
         """
-        key, now = (namespace, salt), self._clock()
+        key, now = (namespace, salt, epoch), self._clock()
         with self._lock:
             known = self._tenants.pop(key, [])
             hint = (codes, nodes)
@@ -216,13 +218,13 @@ class RecentLocations:
             if len(self._tenants) > self._tenants_max:
                 self._tenants.popitem(last=False)
 
-    def forget(self, namespace: Namespace, salt: str) -> None:
+    def forget(self, namespace: Namespace, salt: str, *, epoch: int = 0) -> None:
         with self._lock:
-            self._tenants.pop((namespace, salt), None)
+            self._tenants.pop((namespace, salt, epoch), None)
 
-    def find(self, namespace: Namespace, salt: str, packed: bytes) -> Hint | None:
+    def find(self, namespace: Namespace, salt: str, packed: bytes, *, epoch: int = 0) -> Hint | None:
         """(codes, nodes) of the newest answer that holds ``packed`` as a contiguous run, cut to it; else None."""
-        answers = self._tenants.get((namespace, salt))
+        answers = self._tenants.get((namespace, salt, epoch))
         if answers is None:
             return None
         for known, hint, _ in answers:

@@ -23,22 +23,31 @@ class Looker:
         self._recent = recent
         self._counters = counters
 
-    def look_up(self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float) -> Lookup:
+    def look_up(
+        self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float, request: str = ""
+    ) -> Lookup:
         """Raises only refusals of the whole call; a directory that cannot be asked is a result."""
+        return self.locate(namespace, salt, packed, started, deadline, request)[0]
+
+    def locate(
+        self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float, request: str = ""
+    ) -> tuple[Lookup, Located | None]:
+        """The same, with where the blocks are; None when nothing was asked, or nobody answered."""
         count = len(packed) // namespace.hash_bytes
         if not count:
-            return nothing_asked()
+            return nothing_asked(), None
+        located = None
         try:
-            located = self._directory.lookup(namespace, salt, packed, deadline)
+            located = self._directory.lookup(namespace, salt, packed, deadline, request)
         except WHOLE_CALL:
             raise
         except KVError as error:
             found = _unanswered(count, unanswered(error).name.lower(), time.monotonic() - started)
         else:
-            self._recent.remember(namespace, salt, packed, located.codes, located.nodes)
+            self._recent.remember(namespace, salt, packed, located.codes, located.nodes, epoch=namespace.epoch)
             found = _answered(located, time.monotonic() - started)
         self._counters.add("lookup", found.reasons)
-        return found
+        return found, located
 
 
 def nothing_asked(*, answered: bool = True) -> Lookup:

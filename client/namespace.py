@@ -29,3 +29,8 @@ class PoolNamespace(Namespace):
     """What ``client.namespace`` returns. Equal to another exactly when the fingerprints are; the pin is apart."""
 
     pin: EpochPin = field(default_factory=EpochPin, repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """The pinned weight epoch as it goes into messages: 0 while no master has answered."""
+        return self.pin.epoch or 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,6 +61,20 @@ def by_node(codes: npt.NDArray[np.uint16], positions: Positions | None, limit: i
     return out
 
 
+def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: int) -> tuple[list[Part], Positions]:
+    """One node's parts in the order in which their bytes can come, and its positions that are on SSD.
+
+    Those in memory first, then those on SSD in their own order, in parts of at most ``piece`` blocks. ``on_ssd``
+    covers the whole call. Without any on SSD: the parts as they are.
+    """
+    mine = np.concatenate([positions_of(part.where) for part in parts])
+    late = mine[on_ssd[mine]]
+    if not len(late):
+        return list(parts), late
+    node = parts[0].node
+    return [*_parts(node, mine[~on_ssd[mine]], piece), *_parts(node, late, piece)], late
+
+
 def stripes(codes: npt.NDArray[np.uint16], states: npt.NDArray[np.uint8], limit: int) -> list[list[Part]]:
     """What a store sends where: contiguous runs a node, one list a node.
 
@@ -91,6 +105,11 @@ def pieces_of(count: int, limit: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of consecutive pieces of at most ``limit``."""
     for start in range(0, count, limit):
         yield start, min(start + limit, count)
+
+
+def positions_of(where: Where) -> Positions:
+    """The positions as an array, i64."""
+    return np.arange(where.start, where.stop) if isinstance(where, slice) else where
 
 
 def _parts(node: int, positions: Positions, limit: int) -> Iterator[Part]:

@@ -10,18 +10,19 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.client.asked import Asked
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, RecentLocations
-from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
-from kvstrata.client.plan import Part, Positions, Where, by_node, gather
+from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first
+from kvstrata.client.read_ahead import ReadAhead
 from kvstrata.client.results import NO_TIER
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
-from kvstrata.proto.status import BlockStatus
-from kvstrata.transfer.base import Endpoint, Fetched, Peer
+from kvstrata.proto.status import BlockStatus, Tier
+from kvstrata.transfer.base import Endpoint, Fetched, Mask, Peer
 
 log = get_logger(__name__)
 
@@ -29,22 +30,15 @@ _UNKNOWN: Final = int(BlockStatus.UNKNOWN)
 _LOADED: Final = int(BlockStatus.LOADED)
 _MISSING: Final = int(BlockStatus.MISSING)
 _EVICTED: Final = int(BlockStatus.EVICTED)
+_READ_ERROR: Final = int(BlockStatus.READ_ERROR)
+_SSD: Final = int(Tier.SSD)
+
+#: What is read from SSD comes in pieces of so many bytes: one is copied while the node reads the next.
+PIECE_BYTES: Final = 32 << 20
 
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
 _OPEN[[_UNKNOWN, _EVICTED, int(BlockStatus.NODE_LOST)]] = True
-
-
-@dataclass(slots=True)
-class Asked:
-    """One read call: ``count`` blocks by packed ``hashes``; ``limit`` bounds the blocks of one message."""
-
-    namespace: PoolNamespace
-    salt: str
-    hashes: bytes
-    count: int
-    deadline: float
-    limit: int
 
 
 #: Reads the asked blocks at ``where`` (None: all) from one node.
@@ -85,7 +79,7 @@ class Reader:
 
         Raises only refusals of the whole call. Every position of ``status`` is decided.
         """
-        hint = self._recent.find(asked.namespace, asked.salt, asked.hashes)
+        hint = self._recent.find(asked.namespace, asked.salt, asked.hashes, epoch=asked.namespace.epoch)
         peer = self._peers.sole_local() if hint is None else self._only_peer(*hint)
         if peer is not None and asked.count <= asked.limit:
             fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
@@ -104,9 +98,9 @@ class Reader:
         return Fetched(work.status, work.tier, 0, work.moved)
 
     def _only_peer(self, codes: U16, nodes: tuple[Endpoint, ...]) -> Peer | None:
-        """The one node (and tier) that holds all, when there is one and it can be reached."""
+        """The one node that holds all in memory, when there is one and it can be reached."""
         code = int(codes[0])
-        if not code or (len(codes) > 1 and not (codes == code).all()):
+        if not code or (len(codes) > 1 and not (codes == code).all()) or (code - 1) & 3 == _SSD:
             return None
         return self._peers.get(nodes[(code - 1) >> 2])
 
@@ -120,20 +114,33 @@ class Reader:
         except KVError as error:
             status[status == _UNKNOWN] = unanswered(error)
             return
-        self._recent.remember(asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes)
+        self._recent.remember(
+            asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes, epoch=asked.namespace.epoch
+        )
         absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING
         status[(status == _UNKNOWN) & (located.codes == 0)] = absent
         self._round(work, located.codes, located.nodes, positions)
 
     def _round(self, work: _Work, codes: U16, nodes: tuple[Endpoint, ...], positions: Positions | None) -> None:
         groups = by_node(codes, positions, work.asked.limit)
-        work.moved += sum(self._fanout.run([partial(self._serve, work, nodes[g[0].node], g) for g in groups]))
+        on_ssd = ((codes - np.uint16(1)) & 3) == _SSD  # an absent block's 0 becomes tier 3: nobody's
+        serve = partial(self._serve, work, on_ssd if on_ssd.any() else None)
+        work.moved += sum(self._fanout.run([partial(serve, nodes[g[0].node], g) for g in groups]))
 
-    def _serve(self, work: _Work, node: Endpoint, parts: list[Part]) -> int:
-        """All parts of one node, one after the other; returns the bytes moved."""
-        asked, moved = work.asked, 0
+    def _serve(self, work: _Work, on_ssd: Mask | None, node: Endpoint, parts: list[Part]) -> int:
+        """All parts of one node, one after the other; returns the bytes moved.
+
+        What is on SSD (bool[count]) is asked for in advance and fetched last, in pieces, so that the node reads
+        the next piece while one is copied.
+        """
+        asked, moved, ahead = work.asked, 0, None
         peer = self._peers.get(node)
+        if peer is not None and on_ssd is not None:
+            parts, late = memory_first(parts, on_ssd, max(1, PIECE_BYTES // asked.namespace.block_bytes))
+            ahead = ReadAhead(asked, peer, late)
         for part in parts:
+            if ahead is not None:
+                ahead.before(part)
             hashes = gather(asked.hashes, asked.namespace.hash_bytes, part.where)
             if peer is None:
                 fetched = _nothing(len(hashes) // asked.namespace.hash_bytes, BlockStatus.NODE_LOST)
@@ -141,19 +148,23 @@ class Reader:
                 fetched = _guarded(work.attempt, peer, part.where, hashes, len(hashes) // asked.namespace.hash_bytes)
             self._settle(work, node, part.where, hashes, fetched, guessed=False)
             moved += fetched.bytes_moved
+        if ahead is not None:
+            read = ahead.from_ssd
+            work.tier[read[work.status[read] == _LOADED]] = _SSD
         return moved
 
     def _settle(
         self, work: _Work, node: Endpoint, where: Where | None, hashes: bytes, fetched: Fetched, *, guessed: bool
     ) -> None:
-        """Enter what a node answered. A miss where the directory had named it is reported as EVICTED; where it
-        was only guessed the block may be elsewhere."""
+        """Enter what a node answered. A miss where the directory had named it is EVICTED; where it was only
+        guessed the block may be elsewhere. What the node no longer has, or cannot read, is reported."""
         status = fetched.status
         missed = (status == _MISSING) | (status == _EVICTED)
-        if missed.any():
+        lost = missed | (status == _READ_ERROR)
+        if lost.any():
             status = np.where(missed, np.uint8(_UNKNOWN if guessed else _EVICTED), status)
             if not guessed:
-                self._report(work.asked, node, hashes, np.flatnonzero(missed), fetched.delta_seq)
+                self._report(work.asked, node, hashes, np.flatnonzero(lost), fetched.delta_seq)
         work.fill(where, fetched, status)
 
     def _report(self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int) -> None:

@@ -56,8 +56,8 @@ class Lookup:
 class LoadResult:
     """What became of each block of a load: rows of the destination are good exactly where ``loaded``.
 
-    ``loaded`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``tiers`` u8[n]
-    (``NO_TIER`` where not loaded).
+    ``loaded`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``tiers`` u8[n]: where
+    a block was when it was asked for (``NO_TIER`` where not loaded).
     """
 
     loaded: Mask
@@ -87,19 +87,22 @@ class LoadResult:
 class StoreResult:
     """What became of each block of a store. ``stored``: the pool holds it now (also if it already did).
 
-    ``stored`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count.
+    ``stored`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``durable`` bool[n]:
+    payload and header are flushed to SSD, so that the block outlives its node's process.
     """
 
     stored: Mask
     status: Codes
     reasons: dict[str, int]
     seconds: float
-    bytes_moved: int = 0
+    bytes_moved: int
+    durable: Mask
 
     @classmethod
-    def of(cls, status: Codes, seconds: float, bytes_moved: int) -> StoreResult:
+    def of(cls, status: Codes, seconds: float, bytes_moved: int, durable: Mask | None = None) -> StoreResult:
         stored = (status == _STORED) | (status == _PRESENT)
-        return cls(stored, status, reasons_of(status), seconds, bytes_moved)
+        flushed = np.zeros(len(status), bool) if durable is None else durable & stored
+        return cls(stored, status, reasons_of(status), seconds, bytes_moved, flushed)
 
 
 @dataclass(frozen=True, slots=True)

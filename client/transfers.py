@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-from kvstrata.client.results import Lookup
 from kvstrata.proto.errors import Closed, Unavailable
 
 THREADS: Final = 8
@@ -60,31 +59,6 @@ class Transfer(Generic[R]):
         if not self.wait():
             raise Unavailable("the transfer has not ended: its memory is still in use; ask again")
         return self._future.result()
-
-
-class Prefetch:
-    """Blocks being made ready for a load: located, and kept from eviction for a while by having been used.
-
-    With DRAM alone there is nothing to promote; the load that follows saves its lookup.
-    """
-
-    def __init__(self, future: Future[Lookup], deadline: float) -> None:
-        self._transfer = Transfer(future, deadline)
-        self._future = future
-
-    def wait(self, deadline: float | None = None) -> Lookup | None:
-        """What the directory said, or None when it is not ready by ``deadline`` (monotonic seconds) or was
-        cancelled. Raises what a lookup would have raised."""
-        if self._future.cancelled() or not self._transfer.wait(deadline):
-            return None
-        return self._future.result()
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def cancel(self) -> bool:
-        """Give it up if it has not begun; True when it will not run. It holds no memory and no lease."""
-        return self._future.cancel()
 
 
 class Transfers:

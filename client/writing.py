@@ -19,7 +19,7 @@ from kvstrata.client.plan import Part, gather, stripes
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, PlaceState
-from kvstrata.transfer.base import Endpoint, Peer, Push, Pushed
+from kvstrata.transfer.base import Endpoint, Mask, Peer, Push, Pushed
 from kvstrata.transfer.regions import BlockView
 
 log = get_logger(__name__)
@@ -59,24 +59,27 @@ class Writer:
         Raises only refusals of the whole call. Every position of ``status`` is decided; no source byte is
         read after the return.
         """
-        status = np.zeros(len(offered.blocks), np.uint8)
+        status, durable = np.zeros(len(offered.blocks), np.uint8), np.zeros(len(offered.blocks), bool)
         placed = self._place(offered, status)
         if placed is None:
-            return Pushed(status)
+            return Pushed(status, 0, durable)
         states = self._states(offered, placed)
         status[states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
         nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
         if nowhere.any():
             status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
         groups = stripes(placed.codes, states, offered.limit)
-        tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status) for runs in groups]
+        tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status, durable) for runs in groups]
         moved = sum(self._fanout.run(tasks))
         status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
             codes = np.where(held, placed.codes, 0).astype(np.uint16)
-            self._recent.remember(offered.namespace, offered.salt, offered.hashes, codes, placed.nodes, stored=True)
-        return Pushed(status, moved)
+            namespace = offered.namespace
+            self._recent.remember(
+                namespace, offered.salt, offered.hashes, codes, placed.nodes, epoch=namespace.epoch, stored=True
+            )
+        return Pushed(status, moved, durable)
 
     def _place(self, offered: Offered, status: npt.NDArray[np.uint8]) -> Placed | None:
         """Where each block goes; with no master the node on this host. None: nowhere, ``status`` says why."""
@@ -100,7 +103,8 @@ class Writer:
         the directory has not heard of it yet."""
         in_flight = placed.states == PlaceState.IN_FLIGHT
         if in_flight.any():
-            hint = self._recent.find(offered.namespace, offered.salt, offered.hashes)
+            namespace = offered.namespace
+            hint = self._recent.find(namespace, offered.salt, offered.hashes, epoch=namespace.epoch)
             if hint is not None:
                 return np.where(in_flight & (hint[0] != 0), np.uint8(PlaceState.PRESENT), placed.states)
         return placed.states
@@ -108,7 +112,9 @@ class Writer:
     def _any_node(self, placed: Placed) -> bool:
         return bool(placed.nodes) or self._peers.any_reachable()
 
-    def _serve(self, offered: Offered, node: Endpoint, runs: list[Part], status: npt.NDArray[np.uint8]) -> int:
+    def _serve(
+        self, offered: Offered, node: Endpoint, runs: list[Part], status: npt.NDArray[np.uint8], durable: Mask
+    ) -> int:
         """All runs of one node, in order; returns the bytes moved."""
         peer = self._peers.get(node)
         moved = 0
@@ -119,6 +125,8 @@ class Writer:
                 continue
             pushed = self._push(peer, offered, run.where)
             status[run.where] = pushed.status
+            if pushed.durable is not None:
+                durable[run.where] = pushed.durable
             self._report_refused(offered, node, run.where, pushed.status)
             moved += pushed.bytes_moved
         return moved
@@ -141,7 +149,7 @@ class Writer:
             deadline=offered.deadline,
             parent=offered.hashes[(first - 1) * width : first * width] if first else offered.parent,
             first_index=offered.first_index + first,
-            epoch=offered.namespace.pin.epoch or 0,
+            epoch=offered.namespace.epoch,
         )
         try:
             return peer.push(push)

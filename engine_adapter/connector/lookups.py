@@ -19,6 +19,7 @@ from typing import Final, Protocol
 import msgspec
 import zmq
 
+from kvstrata.client.arguments import REQUEST_CHARACTERS_MAX
 from kvstrata.engine_adapter.connector.lookup_messages import LOOKUP_BYTES_MAX, LookupAnswer, LookupAsk
 
 #: Questions under way; further ones are answered "nothing" at once.
@@ -53,7 +54,7 @@ class LookupEnd:
 class Lookups(Protocol):
     """What the scheduler side needs of a lookup client."""
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool) -> int: ...
+    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int: ...
     def poll(self) -> list[LookupEnd]: ...
     def fileno(self) -> int: ...
     def stats(self) -> dict[str, float]: ...
@@ -106,13 +107,18 @@ class LookupClient:
         assert isinstance(descriptor, int)
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool) -> int:
-        """Send a lookup of packed hashes, one entry a group. Its end comes from a later :meth:`poll`."""
+    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
+        """Send a lookup of packed hashes, one entry a group. Its end comes from a later :meth:`poll`.
+
+        ``request``: the name of who asks, cut to what the pool remembers of one."""
         lookup_id = self._next_id
         self._next_id += 1
         self._counts["lookups"] += 1
         counts = tuple(len(packed) // self._hash_bytes for packed in hashes)
-        ask = LookupAsk(lookup_id=lookup_id, cache_salt=cache_salt, hashes=list(hashes), prefetch=prefetch)
+        name = request[:REQUEST_CHARACTERS_MAX]
+        ask = LookupAsk(
+            lookup_id=lookup_id, cache_salt=cache_salt, hashes=list(hashes), prefetch=prefetch, request=name
+        )
         pending = _Pending(self._encoder.encode(ask), counts, self._clock() + self._deadline_s)
         if len(self._pending) >= OUTSTANDING_MAX:
             self._end(lookup_id, pending, LookupReason.SHED)

@@ -93,13 +93,13 @@ class Pool:
         """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block."""
         return self._transfer(salt, chunk, self._store)
 
-    def lookup(self, salt: str, group: int, hashes: bytes) -> Lookup | None:
-        """What the directory says; None when it could not be asked."""
+    def lookup(self, salt: str, group: int, hashes: bytes, request: str = "") -> Lookup | None:
+        """What the directory says; None when it could not be asked. ``request``: the name of who asks."""
         client, namespace = self._attachment.client, self._attachment.namespace(group)
         if self.state is PoolState.ABSENT or client is None or namespace is None:
             return None
         try:
-            found = client.lookup(namespace, salt, hashes)
+            found = client.lookup(namespace, salt, hashes, request=request)
         except KVError as error:
             self._refused("lookup", group, error)
             return None

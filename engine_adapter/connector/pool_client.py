@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from kvstrata.client import Client
 from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.prefetching import Prefetch
 from kvstrata.client.results import LoadResult, Lookup, StoreResult
-from kvstrata.client.transfers import Prefetch
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.transfer.regions import BlockView, Region
 
@@ -18,7 +18,7 @@ from kvstrata.transfer.regions import BlockView, Region
 class BlockClient(Protocol):
     """Blocks in and out, as :class:`kvstrata.client.Client` moves them."""
 
-    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup: ...
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, *, request: str = "") -> Lookup: ...
     def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
     def store(
         self,

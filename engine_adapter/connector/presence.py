@@ -17,7 +17,7 @@ class Directory(Protocol):
 
     @property
     def layout(self) -> PoolLayout: ...
-    def lookup(self, salt: str, group: int, hashes: bytes) -> Lookup | None: ...
+    def lookup(self, salt: str, group: int, hashes: bytes, request: str = "") -> Lookup | None: ...
     def prefetch(self, salt: str, group: int, hashes: bytes) -> None: ...
 
 
@@ -35,7 +35,7 @@ def answer_lookup(pool: Directory, ask: LookupAsk) -> LookupAnswer:
         if not hashes:
             present.append(b"")
             continue
-        found = pool.lookup(ask.cache_salt, group, hashes)
+        found = pool.lookup(ask.cache_salt, group, hashes, ask.request)
         if found is None:
             return nothing
         not_yet |= found.hit_blocks is None

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import FingerprintMismatch, KVError, Unavailable
 from kvstrata.proto.keys import Namespace, split_hashes
-from kvstrata.proto.status import BlockStatus, PlaceState
+from kvstrata.proto.status import BlockStatus, HintKind, PlaceState
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Named, Push, Pushed
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.identity import Identity, boot_id
@@ -57,10 +57,28 @@ class FakeNode:
     pushes: list[Push] = field(default_factory=list)
     hold: threading.Event | None = None
     touched: int = 0
+    epochs: list[int] = field(default_factory=list)
+    hints: list[tuple[HintKind, bytes, float]] = field(default_factory=list)
+    on_ssd: set[bytes] = field(default_factory=set)
+    reading: list[bytes] = field(default_factory=list)
+    read_ahead_max: int = 1 << 30
+    calls: list[tuple[str, list[bytes]]] = field(default_factory=list)
+    durable: bool = False
 
     @property
     def endpoint(self) -> Endpoint:
         return Endpoint(self.node_id, self.incarnation, "127.0.0.1:1", "", boot_id() if self.local else "elsewhere")
+
+    def read_ahead(self, namespace: Namespace, salt: str, name: bytes) -> BlockStatus:
+        """What a prefetch is told of one block; it is read when the next call comes."""
+        if (namespace, salt, name) not in self.blocks:
+            return BlockStatus.MISSING
+        if name not in self.on_ssd:
+            return BlockStatus.LOADED
+        if name not in self.reading and len(self.reading) >= self.read_ahead_max:
+            return BlockStatus.NO_ROOM
+        self.reading.append(name)
+        return BlockStatus.IN_FLIGHT
 
     def put(self, namespace: Namespace, salt: str, hashes: bytes, rows: Sequence[bytes]) -> None:
         for name, row in zip(split(hashes, namespace.hash_bytes), rows, strict=True):
@@ -99,9 +117,22 @@ class FakePeer:
                 node.blocks[key] = _gather(request.blocks, i)
         return Pushed(np.array(status, np.uint8), 0)
 
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float) -> FakeLease:
+    def prefetch(self, blocks: Named) -> npt.NDArray[np.uint8]:
         node = self._enter(0)
         node.touched += 1
+        node.epochs.append(blocks.epoch)
+        names = split(blocks.hashes, blocks.namespace.hash_bytes)
+        return np.array([node.read_ahead(plain(blocks.namespace), blocks.salt, name) for name in names], np.uint8)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        node = self._enter(0)
+        node.hints.append((kind, blocks.hashes, ttl_s))
+        names = split(blocks.hashes, blocks.namespace.hash_bytes)
+        return sum((plain(blocks.namespace), blocks.salt, name) in node.blocks for name in names)
+
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> FakeLease:
+        node = self._enter(0)
+        node.epochs.append(epoch)
         rows = [node.blocks.get((plain(namespace), salt, name)) for name in split(hashes, namespace.hash_bytes)]
         return FakeLease([None if row is None else np.frombuffer(row, np.uint8) for row in rows])
 

@@ -70,6 +70,7 @@ class Asked:
     cache_salt: str
     hashes: list[bytes]
     prefetch: bool
+    request: str
 
 
 class FakeLookups:
@@ -81,8 +82,8 @@ class FakeLookups:
         self.closed = False
         self._ends: list[LookupEnd] = []
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool) -> int:
-        asked = Asked(len(self.asked) + 1, cache_salt, list(hashes), prefetch)
+    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
+        asked = Asked(len(self.asked) + 1, cache_salt, list(hashes), prefetch, request)
         self.asked.append(asked)
         self.open[asked.lookup_id] = asked
         return asked.lookup_id

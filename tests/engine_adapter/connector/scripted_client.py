@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.prefetching import Begun, Prefetch
 from kvstrata.client.results import LoadResult, Lookup, StoreResult, prefix
-from kvstrata.client.transfers import Prefetch
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
@@ -75,6 +75,7 @@ class ScriptedClient:
     loads: list[bytes] = field(default_factory=list)
     stores: list[StoreCall] = field(default_factory=list)
     lookups: int = 0
+    requests: list[str] = field(default_factory=list)
     prefetched: list[bytes] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     unregistered: list[Region] = field(default_factory=list)
@@ -100,8 +101,9 @@ class ScriptedClient:
     def unregister(self, region: Region) -> None:
         self.unregistered.append(region)
 
-    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Lookup:
+    def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, *, request: str = "") -> Lookup:
         self.lookups += 1
+        self.requests.append(request)
         if self.fails is not None:
             raise self.fails
         rows = list(split_hashes(hashes, namespace.hash_bytes))
@@ -113,7 +115,8 @@ class ScriptedClient:
 
     def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Prefetch:
         self.prefetched.append(hashes)
-        return Prefetch(Future(), 0.0)
+        never: Future[Begun] = Future()
+        return Prefetch(never, 0.0, lambda _: None)
 
     def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult:
         self.loads.append(hashes)

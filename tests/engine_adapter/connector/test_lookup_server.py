@@ -236,8 +236,10 @@ class Directory:
         self.layout, self.present = layout, set(present)
         self.not_yet, self.reached = False, True
         self.prefetched: list[tuple[int, bytes]] = []
+        self.requests: list[str] = []
 
-    def lookup(self, salt: str, group: int, hashes: bytes) -> Lookup | None:
+    def lookup(self, salt: str, group: int, hashes: bytes, request: str = "") -> Lookup | None:
+        self.requests.append(request)
         if not self.reached:
             return None
         mask = np.array([row in self.present for row in split_hashes(hashes, WIDTH)], bool)
@@ -249,7 +251,7 @@ class Directory:
 
 
 def ask(*hashes: bytes, prefetch: bool = False) -> LookupAsk:
-    return LookupAsk(lookup_id=5, cache_salt="", hashes=list(hashes), prefetch=prefetch)
+    return LookupAsk(lookup_id=5, cache_salt="", hashes=list(hashes), prefetch=prefetch, request="req-1")
 
 
 def test_presence_is_told_for_each_group_that_was_asked_about() -> None:
@@ -257,6 +259,7 @@ def test_presence_is_told_for_each_group_that_was_asked_about() -> None:
     answer = answer_lookup(directory, ask(names(5), names(2, 49), b""))
     assert answer == LookupAnswer(lookup_id=5, present=[b"\1\1\0\1\0", b"\0\1", b""])
     assert not directory.prefetched
+    assert directory.requests == ["req-1"] * 2, "the pool is told who asks"
 
 
 def test_only_what_a_load_could_want_is_prefetched() -> None:

@@ -105,9 +105,15 @@ H = [bytes([number]) * 16 for number in range(8)]
 
 
 def test_a_question_is_answered(pair: Pair) -> None:
-    lookup_id = pair.client.ask("tenant", [H[0] + H[1], b"", H[2]], prefetch=True)
+    lookup_id = pair.client.ask("tenant", [H[0] + H[1], b"", H[2]], prefetch=True, request="r" * 300)
     ask = pair.worker.take()
-    assert ask == LookupAsk(lookup_id=lookup_id, cache_salt="tenant", hashes=[H[0] + H[1], b"", H[2]], prefetch=True)
+    assert ask == LookupAsk(
+        lookup_id=lookup_id,
+        cache_salt="tenant",
+        hashes=[H[0] + H[1], b"", H[2]],
+        prefetch=True,
+        request="r" * 256,
+    )
     pair.worker.answer(ask, b"\1\0", b"", b"\1")
     assert pair.ends() == [LookupEnd(lookup_id, (b"\1\0", b"", b"\1"), LookupReason.ANSWERED)]
     assert pair.client.poll() == [] and pair.client.stats()["lookups_pending"] == 0

@@ -103,7 +103,7 @@ def test_a_queued_request_is_looked_up_and_not_yet_is_an_answer() -> None:
     request = FakeRequest("r", 17, cache_salt="tenant")
     at.side.on_new_request(request)
     asked = at.lookups.asked[0]
-    assert (asked.cache_salt, asked.prefetch) == ("tenant", True)
+    assert (asked.cache_salt, asked.prefetch, asked.request) == ("tenant", True, "r")
     assert asked.hashes == [b"".join(request.block_hashes)]
     assert at.side.get_num_new_matched_tokens(request, 0) is None
     at.lookups.answer(set(request.block_hashes))

@@ -453,7 +453,7 @@ class SimulatedLookups:
         self._open: dict[int, tuple[list[bytes], int]] = {}
         self._asked = 0
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool) -> int:
+    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
         self._asked += 1
         self._open[self._asked] = (list(hashes), self.delay)
         return self._asked
