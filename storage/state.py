@@ -83,12 +83,16 @@ class WriteAsk:
 
 @dataclass(slots=True)
 class _Sorted:
-    """Positions of a write by what is to be done: ``fresh`` are new keys, ``known`` visible blocks."""
+    """Positions of a write by what is to be done: ``fresh`` are new keys, ``known`` visible blocks.
+
+    ``cold`` are visible on SSD only.
+    """
 
     status: bytearray
     hashes: list[bytes]
     fresh: dict[bytes, int] = field(default_factory=dict)
     known: list[Block] = field(default_factory=list)
+    cold: list[Block] = field(default_factory=list)
 
 
 class NodeState:
@@ -105,7 +109,7 @@ class NodeState:
         self.counts = Counts()
         self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
-        self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts)
+        self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts, quotas=self.quotas)
         self.arena = arena
         self.store = ssd
         self.ssd = self._ssd_tier(ssd)
@@ -124,6 +128,7 @@ class NodeState:
             self.deltas,
             self.counts,
             tier=Tier.SSD,
+            quotas=self.quotas,
             slot_bytes=lambda entry: store.slot_bytes(entry.block_bytes),
         )
 
@@ -168,8 +173,7 @@ class NodeState:
                 shelves = [shelf for shelf in shelves if shelf.entry.namespace.group == group]
             for shelf in shelves:
                 if salt is None or shelf.salt == salt:
-                    count += len(shelf.blocks)
-                    _retire_shelf(inventory, shelf, why)
+                    count += inventory.retire(shelf, why)
         return count
 
     def tiers(self) -> list[Inventory]:
@@ -224,7 +228,8 @@ class NodeState:
     def reserve(self, session: bytes, ask: WriteAsk, now: float) -> Reserved:
         """Give slots to the blocks that are not here, in order, as far as there is room.
 
-        Blocks that are here become the most recent, with the call's one stamp, and so does the parent.
+        Blocks that are here, in either tier, become the most recent of it, with the call's one stamp, and so
+        does the parent.
         """
         self.inventory.now = now
         entry = self.entry(ask.handle)
@@ -232,19 +237,33 @@ class NodeState:
         count = _count(ask.hashes, entry.width)
         self._check_write(ask, entry)
         shelf = self.inventory.shelf(entry, ask.salt)
-        found = _sort(shelf, ask.hashes, entry.width, count)
+        below = self.ssd.shelves.get((ask.handle, ask.salt)) if self.ssd is not None else None
+        found = _sort(shelf, below, ask.hashes, entry.width, count)
         before = shelf.blocks.get(ask.parent) if ask.parent else None
         policy = self.inventory.policy
         policy.next_stamp()
         policy.touch([before, *found.known] if before is not None and before.state == VISIBLE else found.known)
+        if below is not None:
+            self._touch_below(below, found, b"" if before is not None else ask.parent, now)
         granted = self._admit(shelf, found, ask.first_index)
         self._chain(shelf, found, before)
-        self.counts.already_present += len(found.known)
+        self.counts.already_present += len(found.known) + len(found.cold)
         if not granted:
             return Reserved(found.status, None, self.deltas.answer_seq)
         deadline = now + granted_seconds(ask.deadline_ms)
         reservation = self.reservations.grant(session, shelf, granted, deadline)
         return Reserved(found.status, reservation, self.deltas.answer_seq)
+
+    def _touch_below(self, below: Shelf, found: _Sorted, parent: bytes, now: float) -> None:
+        """What the call named and only the SSD has."""
+        ssd = self.ssd
+        assert ssd is not None
+        before = below.blocks.get(parent) if parent else None
+        touched = [before, *found.cold] if before is not None and before.state == VISIBLE else found.cold
+        if touched:
+            ssd.now = now
+            ssd.policy.next_stamp()
+            ssd.policy.touch(touched)
 
     def _check_write(self, ask: WriteAsk, entry: NamespaceEntry) -> None:
         if ask.parent and len(ask.parent) != entry.width:
@@ -412,12 +431,6 @@ class NodeState:
                 assert shelf.epoch == shelf.entry.epoch, "blocks of other weights can be found"
 
 
-def _retire_shelf(inventory: Inventory, shelf: Shelf, why: Departure) -> None:
-    shelf.retired = True
-    for block in list(shelf.blocks.values()):
-        inventory.withdraw(block, why.name.lower(), why)
-
-
 def _count(hashes: bytes, width: int) -> int:
     """Hashes in a packed run; raises :class:`InvalidArgument` when it is not one, or is too long."""
     count, rest = divmod(len(hashes), width)
@@ -441,15 +454,23 @@ def _look(shelf: Shelf | None, hashes: bytes, width: int, count: int) -> tuple[b
     return bytearray(status), blocks
 
 
-def _sort(shelf: Shelf, hashes: bytes, width: int, count: int) -> _Sorted:
-    """What is here, what is being written, what is new. A hash named twice is in flight the second time."""
+def _sort(shelf: Shelf, below: Shelf | None, hashes: bytes, width: int, count: int) -> _Sorted:
+    """What is here, what is being written, what is new. A hash named twice is in flight the second time.
+
+    ``below`` is the tenant's shelf on SSD.
+    """
     keys = [hashes[start : start + width] for start in range(0, count * width, width)]
     found = _Sorted(bytearray([_FULL]) * count, keys)
     get, fresh, status = shelf.blocks.get, found.fresh, found.status
+    lower = below.blocks if below is not None else {}
     for position, key in enumerate(keys):
         block = get(key)
         if block is None:
-            if key in fresh:
+            copy = lower.get(key)
+            if copy is not None and copy.state == VISIBLE:
+                status[position] = _PRESENT
+                found.cold.append(copy)
+            elif key in fresh:
                 status[position] = _IN_FLIGHT
             else:
                 fresh[key] = position
