@@ -100,6 +100,14 @@ class Arena(Generic[G]):
         self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
         self._generation = max(self._generation, generation)
 
+    def disown(self, slab: G, slots: Sequence[int]) -> None:
+        """After :meth:`adopt`: nobody uses these slots after all. A grid without any goes back to the free list."""
+        slab.disown(slots)
+        if not slab.blocks:
+            self._uncut(slab)
+            slab.shape(0)
+            self._free.append(slab)
+
     def exclude(self, slab: G) -> None:
         """Its device is gone: nothing is allocated in it any more. What is taken there is freed as ever."""
         if slab.index in self._excluded:

@@ -74,6 +74,12 @@ class SlotGrid:
         taken = set(slots)
         self._freed = [slot for slot in range(self._fresh) if slot not in taken]
 
+    def disown(self, slots: Sequence[int]) -> None:
+        """After :meth:`adopt`: these have no record and are free."""
+        for slot in slots:
+            assert slot not in self.blocks
+            heapq.heappush(self._freed, slot)
+
     def offset(self, slot: int) -> int:
         """Byte offset of a slot in its memory, or in its device."""
         return self.data_offset + slot * self.slot_bytes
@@ -87,7 +93,8 @@ class SlotGrid:
         assert self._fresh <= self.slots
         for slot, block in self.blocks.items():
             assert block.slab is self and block.slot == slot
-            assert self.generations[slot] == block.generation, f"grid {self.index} slot {slot}: another generation"
+            same = self.generations[slot] == block.generation
+            assert same or block.shelf.retired, f"grid {self.index} slot {slot}: another generation"
 
     def close(self) -> None:
         """Give what it holds back. Safe twice."""

@@ -6,16 +6,36 @@ together. It knows nothing of sessions or deadlines.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
-from kvstrata.proto.status import BlockStatus, Departure, Tier
+from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.isolated_lru import EvictionPolicy
+from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf
+from kvstrata.storage.story import HASHES_MAX as STORY_BLOCKS
 from kvstrata.storage.story import Story
+
+#: Retired blocks that one admission lets go of at most, and beyond its need in one step.
+SWEEP_AT_ADMISSION: Final = 4096
+SWEEP_STEP: Final = 64
+#: Slabs of other sizes that are looked at, the coldest first, before one is taken over.
+SLABS_LOOKED_AT: Final = 8
+#: Salts whose refused bytes are remembered between two reports.
+WANTED_SALTS_MAX: Final = 4096
+
+_VERBS: Final = {
+    Departure.ROOM: "evicted",
+    Departure.QUOTA: "evicted for its own share",
+    Departure.LOWERED: "evicted: its share was lowered",
+    Departure.EPOCH: "weights changed",
+    Departure.DROPPED: "dropped",
+}
 
 
 class Inventory:
@@ -29,19 +49,37 @@ class Inventory:
         counts: Counts,
         *,
         tier: Tier = Tier.DRAM,
+        quotas: QuotaBook | None = None,
         slot_bytes: Callable[[NamespaceEntry], int] = lambda entry: entry.slot_bytes,
     ) -> None:
         self.tier = tier
         self.slot_bytes = slot_bytes
         self.arena = arena
         self.policy = policy
+        self.quotas = quotas
+        #: Called for each block that is evicted, while its bytes are still there.
+        self.evicted: Callable[[Block], None] | None = None
         self.deltas = deltas
         self.counts = counts
         self.story = Story()
         self.shelves: dict[tuple[int, str], Shelf] = {}
-        self.now = 0.0
         self.visible = 0
         self._leaving: set[Block] = set()
+        self._retired: dict[Shelf, Departure] = {}
+        self._adopted: list[tuple[Block, bytes]] = []
+        self._wanted: dict[str, int] = {}
+        self._over_share: list[str] = []
+        self._shares_seen = 0
+        policy.capacity = arena.bytes_total
+
+    @property
+    def now(self) -> float:
+        """The owner's monotonic seconds, as of the call under way."""
+        return self.policy.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.policy.now = now
 
     def shelf(self, entry: NamespaceEntry, salt: str) -> Shelf:
         """The tenant's shelf; a new one counts only once :meth:`admit` puts something on it."""
@@ -55,19 +93,26 @@ class Inventory:
         The status is what the others get: FULL or QUOTA. Each admitted one gets a new generation, written to
         the table that readers compare, before any byte moves.
         """
-        slot_bytes = self.slot_bytes(shelf.entry)
-        arena = self.arena
+        if shelf.retired:
+            return [], BlockStatus.ABORTED
+        slot_bytes, salt = self.slot_bytes(shelf.entry), shelf.salt
+        allowed = self._within_share(salt, slot_bytes, len(hashes))
         blocks: list[Block] = []
-        self._enter(shelf, hashes, indexes, arena.allocate(slot_bytes, len(hashes)), blocks)
-        while len(blocks) < len(hashes) and self._make_room(slot_bytes, len(hashes) - len(blocks), shelf.salt):
+        sweep = SWEEP_AT_ADMISSION
+        while len(blocks) < allowed:
             done = len(blocks)
-            slots = arena.allocate(slot_bytes, len(hashes) - done)
+            slots = self.arena.allocate(slot_bytes, allowed - done)
             self._enter(shelf, hashes[done:], indexes[done:], slots, blocks)
+            if len(blocks) == allowed:
+                break
+            if self._retired and sweep > 0:
+                sweep -= self.sweep(min(sweep, allowed - len(blocks) + SWEEP_STEP))
+            elif not self._make_room(slot_bytes, allowed - len(blocks), salt):
+                break
         if blocks:
-            self.shelves.setdefault((shelf.entry.handle, shelf.salt), shelf)
-            self.policy.charge(shelf.salt, len(blocks) * slot_bytes)
+            self.shelves.setdefault((shelf.entry.handle, salt), shelf)
             self.story.tell(self.now, "reserved", shelf, blocks)
-        return blocks, BlockStatus.FULL
+        return blocks, BlockStatus.QUOTA if len(blocks) == allowed else BlockStatus.FULL
 
     def _enter(
         self,
@@ -77,6 +122,8 @@ class Inventory:
         slots: Sequence[tuple[SlotGrid, int]],
         blocks: list[Block],
     ) -> None:
+        if not slots:
+            return
         arena = self.arena
         for (slab, slot), key, index in zip(slots, hashes, indexes, strict=False):
             generation = arena.next_generation()
@@ -86,7 +133,9 @@ class Inventory:
             slab.pinned += 1
             shelf.blocks[key] = block
             blocks.append(block)
-        arena.bytes_used += len(slots) * self.slot_bytes(shelf.entry)
+        nbytes = len(slots) * self.slot_bytes(shelf.entry)
+        arena.bytes_used += nbytes
+        self.policy.charge(shelf.salt, nbytes)
 
     def publish(self, shelf: Shelf, blocks: Sequence[Block]) -> None:
         """Make blocks whose bytes are in place visible, all of one call."""
@@ -112,13 +161,17 @@ class Inventory:
         """
         shelf = block.shelf
         del shelf.blocks[block.hash]
-        if not shelf.blocks:
-            del self.shelves[shelf.entry.handle, shelf.salt]
-        self.story.tell(self.now, verb, shelf, (block,))
+        if not shelf.retired:
+            if not shelf.blocks:
+                del self.shelves[shelf.entry.handle, shelf.salt]
+            self.story.tell(self.now, verb, shelf, (block,))
+        elif not shelf.blocks:
+            del self._retired[shelf]
         if block.state == VISIBLE:
             self.policy.discard(block)
-            self.visible -= 1
-            self.deltas.record(False, shelf, [block.hash], self.tier, why, cause)
+            if not shelf.retired:
+                self.visible -= 1
+                self.deltas.record(False, shelf, [block.hash], self.tier, why, cause)
             if not block.leases:
                 block.slab.pinned += 1  # as every block that is neither visible nor free; undone by drop
                 self._free(block)
@@ -179,44 +232,297 @@ class Inventory:
             child.parent = parent
             parent.children += 1
 
+    # ------------------------------------------------------------------ shares
+
+    def _within_share(self, salt: str, slot_bytes: int, wanted: int) -> int:
+        """How many blocks the tenant's share has room for, once own blocks that this call has not used have left."""
+        book = self.quotas
+        if book is None:
+            return wanted
+        self._know_shares(book)
+        limit = book.limit(self.tier, salt, self.now)
+        if limit is None:
+            return wanted
+        used = self.policy.charges.get(salt, 0)
+        if book.lapsed(self.now):
+            limit = min(limit, used)
+        missing = used + wanted * slot_bytes - limit
+        if missing <= 0:
+            return wanted
+        self._want(salt, min(missing, wanted * slot_bytes))
+        if used > limit:
+            return 0
+        fits = min(wanted, limit // slot_bytes)
+        self._evict_own(salt, used + fits * slot_bytes - limit, Departure.QUOTA, self.policy.stamp)
+        return min(fits, (limit - self.policy.charges.get(salt, 0)) // slot_bytes)
+
+    def _evict_own(self, salt: str, nbytes: int, why: Departure, before: int) -> int:
+        """Evict a tenant's own blocks, in its order, until ``nbytes`` are freed or nothing may leave; bytes freed."""
+        freed = self._sweep_own(salt, nbytes) if self._retired else 0
+        while freed < nbytes and (victim := self.policy.own_victim(salt, before)) is not None:
+            freed += victim.slab.slot_bytes
+            self._evict(victim, why, salt)
+        return freed
+
+    def _sweep_own(self, salt: str, nbytes: int) -> int:
+        before = self.policy.charges.get(salt, 0)
+        for shelf in [shelf for shelf in self._retired if shelf.salt == salt]:
+            missing = nbytes - (before - self.policy.charges.get(salt, 0))
+            if missing <= 0:
+                break
+            self._sweep_shelf(shelf, -(-missing // self.slot_bytes(shelf.entry)))
+        return before - self.policy.charges.get(salt, 0)
+
+    def _want(self, salt: str, nbytes: int) -> None:
+        if salt in self._wanted or len(self._wanted) < WANTED_SALTS_MAX:
+            self._wanted[salt] = self._wanted.get(salt, 0) + nbytes
+
+    def take_wanted(self) -> dict[str, int]:
+        """Bytes by salt that shares have refused, or that own blocks made room for, since the last call."""
+        wanted, self._wanted = self._wanted, {}
+        return wanted
+
+    def _know_shares(self, book: QuotaBook) -> None:
+        if book.version == self._shares_seen:
+            return
+        self._shares_seen = book.version
+        self.policy.set_floors(lambda salt: book.floor(self.tier, salt), book.floors(self.tier))
+        self._over_share = [salt for salt in self.policy.charges if self._excess(book, salt) > 0]
+
+    def _excess(self, book: QuotaBook, salt: str) -> int:
+        limit = book.limit(self.tier, salt, self.now)
+        return self.policy.charges.get(salt, 0) - limit if limit is not None else 0
+
+    def drain(self, limit_bytes: int) -> int:
+        """Evict what tenants have above their shares, ``limit_bytes`` of it now and at most a slot more; bytes freed.
+
+        Called every tick: usage above a lowered share is gone after excess / ``limit_bytes`` ticks, but for
+        what is leased. Ends hints whose time is over, too.
+        """
+        self.policy.lapse()
+        book = self.quotas
+        if book is None:
+            return 0
+        self._know_shares(book)
+        freed = 0
+        over = self._over_share
+        while over and freed < limit_bytes:
+            salt = over[-1]
+            asked = min(self._excess(book, salt), limit_bytes - freed)
+            done = self._evict_own(salt, asked, Departure.LOWERED, self.policy.stamp + 1) if asked > 0 else 0
+            freed += done
+            if done >= asked and self._excess(book, salt) > 0:
+                break
+            over.pop()
+            if self._excess(book, salt) > 0:  # the rest is leased or being written: the others first, it next time
+                over.insert(0, salt)
+                break
+        return freed
+
     # ------------------------------------------------------------------ room
 
     def _make_room(self, slot_bytes: int, wanted: int, cause: str) -> int:
         """Free up to ``wanted`` slots of a size, none of them touched by this call; slots freed.
 
-        A whole slab of another size goes when all in it is colder than this size's coldest, or when
-        this size has nothing to give.
+        A whole slab of another size goes when all in it is colder than this size's coldest, when its
+        tenants are further above their fair shares, or when this size has nothing to give.
         """
         freed = 0
         policy, this_call = self.policy, self.policy.stamp
         while freed < wanted:
-            victim = policy.coldest(slot_bytes)
-            if victim is not None and victim.stamp >= this_call:
-                victim = None
+            victim = policy.victim(slot_bytes, cause, this_call)
             if not freed or victim is None:
-                slab = self._slab_to_take(slot_bytes, this_call if victim is None else victim.stamp)
+                slab = self._slab_to_take(slot_bytes, victim, cause)
                 if slab is not None:
                     self._clear(slab, cause)
                     freed += self.arena.slots_in_a_slab(slot_bytes)
                     continue
             if victim is None:
                 break
-            self.counts.evicted += 1
-            self.withdraw(victim, "evicted", Departure.ROOM, cause)
+            self._evict(victim, Departure.ROOM, cause)
             freed += 1
         return freed
 
-    def _slab_to_take(self, slot_bytes: int, colder_than: int) -> SlotGrid | None:
+    def _slab_to_take(self, slot_bytes: int, victim: Block | None, cause: str) -> SlotGrid | None:
         if not self.arena.slots_in_a_slab(slot_bytes):
             return None
-        idle = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < colder_than)
-        return min(idle, key=lambda slab: slab.hot, default=None)
+        this_call = self.policy.stamp
+        idle = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < this_call)
+        if not idle:
+            return None
+        if self.policy.charges.keys() == {cause}:
+            coldest = min(idle, key=lambda slab: slab.hot)
+            return coldest if victim is None or coldest.hot < victim.stamp else None
+        for slab in heapq.nsmallest(SLABS_LOOKED_AT, idle, key=lambda slab: slab.hot):
+            if self._may_take(slab, victim, cause):
+                return slab
+        return None
+
+    def _may_take(self, slab: SlotGrid, victim: Block | None, cause: str) -> bool:
+        """Floors hold without the slab, and nobody loses it who is closer to a fair share than the victim."""
+        policy = self.policy
+        losses: dict[str, int] = {}
+        for block in slab.blocks.values():
+            if not block.shelf.retired and block.shelf.salt != cause:
+                losses[block.shelf.salt] = losses.get(block.shelf.salt, 0) + slab.slot_bytes
+        if not all(policy.may_lose(salt, nbytes) for salt, nbytes in losses.items()):
+            return False
+        if victim is None:
+            return True
+        over = policy.over(victim.shelf.salt)
+        if slab.hot < victim.stamp:
+            return all(policy.over(salt) >= min(over, nbytes) for salt, nbytes in losses.items())
+        return bool(losses) and all(policy.over(salt) > over + self.arena.slab_bytes for salt in losses)
 
     def _clear(self, slab: SlotGrid, cause: str) -> None:
         self.counts.slabs_taken_over += 1
-        self.counts.evicted += len(slab.blocks)
         for block in list(slab.blocks.values()):
-            self.withdraw(block, "evicted", Departure.ROOM, cause)
+            if block.shelf.retired:
+                self.withdraw(block, "swept")
+            else:
+                self._evict(block, Departure.ROOM, cause)
+
+    def _evict(self, block: Block, why: Departure, cause: str) -> None:
+        counts = self.counts
+        counts.evicted += 1
+        if why == Departure.QUOTA:
+            counts.evicted_quota += 1
+        elif why == Departure.LOWERED:
+            counts.evicted_lowered += 1
+        if self.evicted is not None:
+            self.evicted(block)
+        self.withdraw(block, _VERBS[why], why, cause)
+
+    def coldest_blocks(self, limit: int) -> Iterator[Block]:
+        """Up to ``limit`` blocks from the cold end of each queue in turn, for who wants to copy them elsewhere.
+
+        Nothing is parked or changed by it; not to be used across other calls.
+        """
+        return self.policy.coldest_blocks(limit)
+
+    # ------------------------------------------------------------------ whole shelves
+
+    def retire(self, shelf: Shelf, why: Departure) -> int:
+        """Nobody finds the shelf from here on; how many blocks had a slot in it. O(1), and O(blocks under lease).
+
+        No delta is recorded: whoever asked for it forgets the whole scope. Its blocks are victims before all
+        others, and go by :meth:`sweep`; what is being written ends ABORTED. Readers that hold slots find another
+        generation from now on, and count what they copied as lost.
+        """
+        key = (shelf.entry.handle, shelf.salt)
+        if shelf.retired or self.shelves.get(key) is not shelf:
+            return 0
+        del self.shelves[key]
+        shelf.retired = True
+        self._retired[shelf] = why
+        self.visible -= self.policy.retire(shelf)
+        self.counts.retired += len(shelf.blocks)
+        for lease in shelf.leases:
+            for block in lease.blocks:
+                if block.shelf is shelf:
+                    block.slab.generations[block.slot] = self.arena.next_generation()
+        self.story.tell(self.now, _VERBS.get(why, "dropped"), shelf, list(islice(shelf.blocks.values(), STORY_BLOCKS)))
+        return len(shelf.blocks)
+
+    def sweep(self, limit: int) -> int:
+        """Let go of up to ``limit`` blocks of retired shelves; how many. What is held goes with its holder."""
+        swept = 0
+        while self._retired and swept < limit:
+            swept += self._sweep_shelf(next(iter(self._retired)), limit - swept)
+        return swept
+
+    def _sweep_shelf(self, shelf: Shelf, limit: int) -> int:
+        blocks = list(islice(shelf.blocks.values(), limit))
+        for block in blocks:
+            self.withdraw(block, "swept")
+        return len(blocks)
+
+    @property
+    def retired(self) -> int:
+        """Shelves that are retired and not swept yet."""
+        return len(self._retired)
+
+    # ------------------------------------------------------------------ devices
+
+    def adopt(
+        self,
+        shelf: Shelf,
+        slab: SlotGrid,
+        slot: int,
+        key: bytes,
+        generation: int,
+        checksum: int,
+        index: int,
+        parent: bytes = b"",
+    ) -> Block | None:
+        """Enter a block that was found in its slot at the start; None when its key is here already.
+
+        The slot is one that :meth:`Arena.adopt` took; one that is not adopted must be freed by
+        :meth:`Arena.disown`. It is found by nobody before :meth:`settle`.
+        """
+        if shelf.retired or key in shelf.blocks:
+            return None
+        slab.generations[slot] = generation
+        block = Block(shelf, key, slab, slot, generation, index)
+        block.checksum = checksum
+        slab.blocks[slot] = block
+        slab.pinned += 1
+        shelf.blocks[key] = block
+        self.shelves.setdefault((shelf.entry.handle, shelf.salt), shelf)
+        self.arena.bytes_used += slab.slot_bytes
+        self.policy.charge(shelf.salt, slab.slot_bytes)
+        self._adopted.append((block, parent))
+        return block
+
+    def settle(self) -> int:
+        """Make all adopted blocks visible, the newest generation as the most recent, and chains of them; how many.
+
+        No delta is recorded: a snapshot tells the directory of them.
+        """
+        adopted, self._adopted = self._adopted, []
+        for block, parent in adopted:
+            if parent:
+                self.link(block.shelf.blocks.get(parent), block)
+        blocks = sorted((block for block, _ in adopted if block.state == IN_FLIGHT), key=lambda block: block.generation)
+        for block in blocks:
+            block.state = VISIBLE
+            block.slab.pinned -= 1
+            self.policy.next_stamp()
+            self.policy.insert((block,))
+        self.visible += len(blocks)
+        self._shares_seen = -1  # some may be above their shares
+        return len(blocks)
+
+    def lose(self, slab: SlotGrid) -> int:
+        """Its device failed: everything in it is withdrawn, and its room is gone for good; blocks lost.
+
+        What is held or being written there leaves with its holder.
+        """
+        self.arena.exclude(slab)
+        self.policy.capacity = self.arena.bytes_total
+        lost = 0
+        for block in list(slab.blocks.values()):
+            if block.state in (VISIBLE, IN_FLIGHT):
+                self.withdraw(block, "device failed", Departure.DEVICE)
+                lost += 1
+        self.counts.evicted_device += lost
+        return lost
+
+    # ------------------------------------------------------------------ hints
+
+    def hint(self, shelf: Shelf, hashes: Sequence[bytes], kind: HintKind, until: float) -> int:
+        """Do as the owner of blocks says, in chain order; how many it changed. Only against its other blocks.
+
+        KEEP until a time: at most half of what the tenant uses, older hints lapse first.
+        """
+        found = [shelf.blocks.get(key) for key in dict.fromkeys(hashes)]
+        blocks = [block for block in found if block is not None and block.state == VISIBLE]
+        if shelf.retired or not blocks:
+            return 0
+        self.policy.next_stamp()
+        if kind == HintKind.KEEP:
+            return self.policy.keep(blocks, until)
+        return self.policy.forget(blocks) if kind == HintKind.FORGET else self.policy.cool(blocks)
 
     # ------------------------------------------------------------------ what there is
 
@@ -229,7 +535,7 @@ class Inventory:
 
     def blocks(self) -> Iterator[Block]:
         """Every block that has a slot."""
-        for shelf in self.shelves.values():
+        for shelf in (*self.shelves.values(), *self._retired):
             yield from shelf.blocks.values()
         yield from self._leaving
 
@@ -256,7 +562,8 @@ class Inventory:
         assert sum(charged.values()) == self.arena.bytes_used
         assert all(block.children == children.get(block, 0) for block in everything), "children are miscounted"
         assert all(slab.pinned == pinned.get(slab.index, 0) for slab in self.arena.slabs), "pins are miscounted"
-        assert self.visible == sum(block.state == VISIBLE for block in everything)
+        assert self.visible == sum(block.state == VISIBLE and not block.shelf.retired for block in everything)
+        assert all(shelf.retired and shelf.blocks for shelf in self._retired)
         for key, shelf in self.shelves.items():
-            assert shelf.blocks and key == (shelf.entry.handle, shelf.salt)
+            assert shelf.blocks and not shelf.retired and key == (shelf.entry.handle, shelf.salt)
             assert all(block.state != LEAVING and block.shelf is shelf for block in shelf.blocks.values())

@@ -1,26 +1,32 @@
-"""Least-recently-used order, kept for each tenant apart, by chains.
+"""Who leaves: charges and an order for each tenant apart, and a fair choice between tenants.
 
-All blocks of one call get one stamp, and among equals the deeper block goes first, so that suffixes are
-evicted before their prefixes. Calls that extend a chain do not carry the blocks before; so a block that
-has a resident child is not a victim either: met at the cold end, it is parked, and comes back to the cold
-end when its last child has gone. Leased blocks are parked the same way, which makes a scan over any
-number of protected blocks cost each of them once.
+A tenant's blocks lie in one queue a shelf, each in an :class:`~kvstrata.storage.orders.Order`; fronts of the
+queues are compared by the stamp of the call that used them last. All blocks of one call have one stamp.
 
-Across tenants the victim is that of the queue whose coldest block has the oldest stamp, found by a lazy
-heap. Charges are kept a tenant: later admission by quota needs them, and so does every check.
+Between tenants the one most over its fair share gives way first: its floor, and an equal part of what the
+floors leave, counted over tenants that used the node lately; one that has been idle counts with its floor
+alone. A tenant that a block less would bring below its floor gives nothing to others.
+
+Both choices are lazy heaps: an entry is valid while its owner names it, and is corrected when it comes up.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from typing import Final, Protocol
 
-from kvstrata.storage.records import VISIBLE, Block
+from kvstrata.storage.orders import HINTED, LruOrder, Order
+from kvstrata.storage.records import VISIBLE, Block, Shelf
 
-#: The heap is rebuilt when it holds this many entries and most of them are stale.
+#: A heap is rebuilt when it holds this many entries and most of them are stale.
 HEAP_SLACK: Final = 64
+#: A tenant that has used nothing for so long has no part in what floors leave.
+IDLE_S: Final = 600.0
+#: Hints may keep one part in this many of what their tenant uses.
+KEEP_SHARE: Final = 2
 
 
 class EvictionPolicy(Protocol):
@@ -28,51 +34,181 @@ class EvictionPolicy(Protocol):
 
     charges: Counter[str]
     stamp: int
+    now: float
+    capacity: int
 
     def charge(self, salt: str, nbytes: int) -> None: ...
     def discharge(self, salt: str, nbytes: int) -> None: ...
+    def set_floors(self, floor: Callable[[str], int], total: int) -> None: ...
+    def over(self, salt: str) -> int: ...
+    def may_lose(self, salt: str, nbytes: int) -> bool: ...
     def next_stamp(self) -> int: ...
     def insert(self, blocks: Sequence[Block]) -> None: ...
     def touch(self, blocks: Sequence[Block]) -> None: ...
     def discard(self, block: Block) -> None: ...
     def unprotect(self, block: Block) -> None: ...
-    def coldest(self, slot_bytes: int) -> Block | None: ...
+    def retire(self, shelf: Shelf) -> int: ...
+    def victim(self, slot_bytes: int, salt: str, before: int) -> Block | None: ...
+    def own_victim(self, salt: str, before: int) -> Block | None: ...
+    def coldest_blocks(self, limit: int) -> Iterator[Block]: ...
+    def keep(self, blocks: Sequence[Block], until: float) -> int: ...
+    def forget(self, blocks: Sequence[Block]) -> int: ...
+    def cool(self, blocks: Sequence[Block]) -> int: ...
+    def lapse(self) -> int: ...
     def check(self) -> None: ...
 
 
+class Keep:
+    """Blocks of one shelf that one hint holds back until a time."""
+
+    __slots__ = ("blocks", "until")
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.blocks: dict[Block, None] = {}
+
+
 class Queue:
-    """One tenant's visible blocks of one slot size, coldest first. ``listed`` is its stamp in the heap."""
+    """One shelf's visible blocks. ``kept`` leave after all others of the tenant; ``group`` None: retired."""
 
-    __slots__ = ("count", "listed", "order", "salt", "serial", "slot_bytes")
+    __slots__ = ("count", "entry", "group", "kept", "order", "shelf")
 
-    def __init__(self, salt: str, slot_bytes: int, serial: int) -> None:
-        self.salt = salt
-        self.slot_bytes = slot_bytes
-        self.serial = serial
-        self.order: OrderedDict[Block, None] = OrderedDict()
+    def __init__(self, shelf: Shelf, group: Group, order: Order) -> None:
+        self.shelf = shelf
+        self.group: Group | None = group
+        self.order = order
+        self.kept: LruOrder | None = None
         self.count = 0
-        self.listed: int | None = None
+        self.entry: tuple[int, int, Queue] | None = None
+
+    def home(self, block: Block) -> Order:
+        """The order that holds the block."""
+        if block.keep is None:
+            return self.order
+        assert self.kept is not None
+        return self.kept
+
+
+class Group:
+    """One tenant's queues of one slot size; ``heap`` has the stamps of their fronts."""
+
+    __slots__ = ("entry", "heap", "queues", "slot_bytes", "tenant")
+
+    def __init__(self, tenant: Tenant, slot_bytes: int) -> None:
+        self.tenant = tenant
+        self.slot_bytes = slot_bytes
+        self.queues: dict[Queue, None] = {}
+        self.heap: list[tuple[int, int, Queue]] = []
+        self.entry: tuple[int, int, Group] | None = None
+
+
+class Tenant:
+    """``keeps`` are its hints, oldest first; ``kept_bytes`` what they hold back."""
+
+    __slots__ = ("floor", "groups", "idle", "keeps", "kept_bytes", "salt", "used_at")
+
+    def __init__(self, salt: str, floor: int, now: float) -> None:
+        self.salt = salt
+        self.floor = floor
+        self.used_at = now
+        self.idle = False
+        self.groups: dict[int, Group] = {}
+        self.keeps: dict[Keep, None] = {}
+        self.kept_bytes = 0
 
 
 class IsolatedLRU:
-    """The reference :class:`EvictionPolicy`. All calls O(1) a block, amortised, but for the heap's log."""
+    """The :class:`EvictionPolicy` of both tiers. All calls O(1) a block, amortised, but for the heaps' logs.
 
-    def __init__(self) -> None:
+    ``now`` and ``capacity`` (bytes of the tier) are set by the inventory. Blocks of one call are of one shelf.
+    """
+
+    def __init__(self, order: Callable[[], Order] = LruOrder) -> None:
         self.charges: Counter[str] = Counter()
         self.stamp = 0
-        self._queues: dict[tuple[int, str], Queue] = {}
-        self._heaps: dict[int, list[tuple[int, int, Queue]]] = {}
-        self._serial = 0
+        self.now = 0.0
+        self.capacity = 0
+        self._make_order = order
+        self._floor_of: Callable[[str], int] = lambda salt: 0
+        self._floors = 0
+        self._tenants: dict[str, Tenant] = {}
+        self._active: OrderedDict[Tenant, None] = OrderedDict()
+        #: slot size -> heaps of the groups of active and of idle tenants, by charge above floor, greatest first
+        self._heaps: dict[int, tuple[list[tuple[int, int, Group]], list[tuple[int, int, Group]]]] = {}
+        self._keeps: list[tuple[float, int, Keep]] = []
+        self._keeping: dict[Tenant, None] = {}
+        self._serial = count(1)
 
-    # ------------------------------------------------------------------ charges
+    # ------------------------------------------------------------------ charges, floors, fair shares
 
     def charge(self, salt: str, nbytes: int) -> None:
+        """The allocator holds so much more for the tenant."""
         self.charges[salt] += nbytes
+        tenant = self._tenants.get(salt)
+        if tenant is None:
+            tenant = self._tenants[salt] = Tenant(salt, self._floor_of(salt), self.now)
+            self._active[tenant] = None
+            if len(self._tenants) == 2:  # one alone was not listed
+                for other in self._tenants.values():
+                    self._relist(other)
+            return
+        self._use(tenant)
+        if len(self._tenants) > 1:
+            for group in tenant.groups.values():
+                self._list_group(group)
 
     def discharge(self, salt: str, nbytes: int) -> None:
-        self.charges[salt] -= nbytes
-        if not self.charges[salt]:
-            del self.charges[salt]
+        """So much less. A tenant without charges is forgotten."""
+        left = self.charges[salt] - nbytes
+        if left:
+            self.charges[salt] = left
+            return
+        del self.charges[salt]
+        tenant = self._tenants.pop(salt)
+        self._active.pop(tenant, None)
+
+    def set_floors(self, floor: Callable[[str], int], total: int) -> None:
+        """Floors have changed: ``floor`` tells each tenant's, ``total`` is their sum. O(tenants)."""
+        self._floor_of = floor
+        self._floors = total
+        self._heaps.clear()
+        for tenant in self._tenants.values():
+            tenant.floor = floor(tenant.salt)
+            self._relist(tenant)
+
+    def over(self, salt: str) -> int:
+        """Bytes that a tenant has above its fair share; negative below it."""
+        tenant = self._tenants.get(salt)
+        if tenant is None:
+            return -self._floor_of(salt) - self._equal_part(salt)
+        return self.charges[salt] - tenant.floor - (0 if tenant.idle else self._equal_part(salt))
+
+    def may_lose(self, salt: str, nbytes: int) -> bool:
+        """True when its floor still holds without so many bytes."""
+        tenant = self._tenants.get(salt)
+        return tenant is not None and self.charges[salt] - tenant.floor >= nbytes
+
+    def _equal_part(self, salt: str) -> int:
+        """What each active tenant, with ``salt`` among them, may have above its floor."""
+        tenant = self._tenants.get(salt)
+        sharing = len(self._active) + (tenant is None or tenant.idle)
+        return max(0, self.capacity - self._floors) // max(1, sharing)
+
+    def _use(self, tenant: Tenant) -> None:
+        tenant.used_at = self.now
+        if tenant.idle:
+            tenant.idle = False
+            self._active[tenant] = None
+            self._relist(tenant)
+        else:
+            self._active.move_to_end(tenant)
+
+    def _let_idle(self) -> None:
+        active, since = self._active, self.now - IDLE_S
+        while active and (tenant := next(iter(active))).used_at <= since:
+            del active[tenant]
+            tenant.idle = True
+            self._relist(tenant)
 
     # ------------------------------------------------------------------ order
 
@@ -82,116 +218,372 @@ class IsolatedLRU:
         return self.stamp
 
     def insert(self, blocks: Sequence[Block]) -> None:
-        """Take in blocks of one call, in chain order, as its newest."""
-        stamp = self.stamp
-        for block in reversed(blocks):
-            queue = self._queue(block.shelf.salt, block.slab.slot_bytes)
-            queue.count += 1
-            queue.order[block] = None
+        """Take in charged blocks of one call, in chain order, as its newest."""
+        queue = blocks[0].shelf.queue or self._open(blocks[0])
+        queue.count += len(blocks)
+        for block in blocks:
             block.queue = queue
-            block.stamp = block.slab.hot = stamp
-            block.parked = False
-            if queue.listed is None:
-                self._list(queue, stamp)
+        queue.order.insert(blocks, self.stamp)
+        if queue.entry is None:
+            self._list(queue, self.stamp)
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Make blocks of one call, in chain order, the newest: the deepest of them leaves first."""
-        stamp = self.stamp
-        for block in reversed(blocks):
-            block.stamp = block.slab.hot = stamp
-            queue = block.queue
-            assert queue is not None
-            if block.parked:
-                block.parked = False
-                queue.order[block] = None
-                if queue.listed is None:
-                    self._list(queue, stamp)
-            else:
-                queue.order.move_to_end(block)
+        if not blocks:
+            return
+        queue = blocks[0].queue
+        assert queue is not None and queue.group is not None
+        if queue.kept is None:
+            queue.order.touch(blocks, self.stamp)
+        else:
+            queue.order.touch([block for block in blocks if block.keep is None], self.stamp)
+            queue.kept.touch([block for block in blocks if block.keep is not None], self.stamp)
+        self._use(queue.group.tenant)
+        if queue.entry is None:
+            self._list(queue, self.stamp)
 
     def discard(self, block: Block) -> None:
         """Forget a block that is no longer visible."""
         queue = block.queue
         assert queue is not None
-        if not block.parked:
-            del queue.order[block]
+        queue.home(block).remove(block)
+        if block.keep is not None:
+            self._unkeep(block)
         block.queue = None
-        block.parked = False
         queue.count -= 1
         if not queue.count:
-            queue.listed = None
-            del self._queues[queue.slot_bytes, queue.salt]
+            queue.shelf.queue = None
+            self._close(queue)
 
     def unprotect(self, block: Block) -> None:
         """Its last lease or its last child has gone: a parked block is the coldest again."""
         queue = block.queue
         if queue is None or not block.parked or block.leases or block.children:
             return
-        block.parked = False
-        queue.order[block] = None
-        queue.order.move_to_end(block, last=False)
-        if queue.listed is None or block.stamp < queue.listed:
+        queue.home(block).unpark(block)
+        if queue.entry is None or block.stamp < queue.entry[0]:
             self._list(queue, block.stamp)
 
-    def coldest(self, slot_bytes: int) -> Block | None:
-        """The next victim among blocks of one slot size; None when every one is protected."""
-        heap = self._heaps.get(slot_bytes)
-        while heap:
-            stamp, serial, queue = heap[0]
-            if stamp != queue.listed:
-                heapq.heappop(heap)
-                continue
-            front = _front(queue)
-            if front is None:
-                heapq.heappop(heap)
-                queue.listed = None
-            elif front.stamp != stamp:
-                queue.listed = front.stamp
-                heapq.heapreplace(heap, (front.stamp, serial, queue))
-            else:
-                return front
-        if heap is not None:
-            del self._heaps[slot_bytes]
-        return None
-
-    # ------------------------------------------------------------------ inside
-
-    def _queue(self, salt: str, slot_bytes: int) -> Queue:
-        queue = self._queues.get((slot_bytes, salt))
+    def retire(self, shelf: Shelf) -> int:
+        """The shelf's blocks are victims before all others, and its owner's business; how many. O(1)."""
+        queue = shelf.queue
         if queue is None:
-            self._serial += 1
-            queue = self._queues[slot_bytes, salt] = Queue(salt, slot_bytes, self._serial)
+            return 0
+        self._close(queue)
+        return queue.count
+
+    def _open(self, block: Block) -> Queue:
+        shelf, slot_bytes = block.shelf, block.slab.slot_bytes
+        tenant = self._tenants[shelf.salt]
+        group = tenant.groups.get(slot_bytes)
+        if group is None:
+            group = tenant.groups[slot_bytes] = Group(tenant, slot_bytes)
+        queue = shelf.queue = Queue(shelf, group, self._make_order())
+        group.queues[queue] = None
         return queue
 
+    def _close(self, queue: Queue) -> None:
+        group, queue.group, queue.entry = queue.group, None, None
+        if group is None:
+            return
+        del group.queues[queue]
+        if not group.queues:
+            group.entry = None
+            del group.tenant.groups[group.slot_bytes]
+
+    # ------------------------------------------------------------------ who leaves
+
+    def victim(self, slot_bytes: int, salt: str, before: int) -> Block | None:
+        """The next to leave for ``salt`` among blocks of one slot size; None when there is none.
+
+        Never one of ``salt``'s that was used by call ``before`` or a later one.
+        """
+        own = self._tenants.get(salt)
+        own_group = own.groups.get(slot_bytes) if own is not None else None
+        if own is not None and len(self._tenants) == 1:
+            return _coldest(own_group, before, self._serial) if own_group is not None else None
+        self._let_idle()
+        heaps = self._heaps.get(slot_bytes)
+        aside: list[Group] = []
+        victim = None
+        while heaps is not None and (group := self._most_over(heaps, slot_bytes, salt)) is not None:
+            victim = _coldest(group, before, self._serial)
+            if victim is not None:
+                break
+            group.entry = None
+            aside.append(group)
+        for group in aside:
+            if group.heap or any(queue.kept for queue in group.queues):  # else: listed again when that changes
+                self._list_group(group)
+        if victim is None and own_group is not None:
+            return _coldest(own_group, before, self._serial)  # at its floor: it may replace its own
+        return victim
+
+    def own_victim(self, salt: str, before: int) -> Block | None:
+        """The tenant's next to leave, of any slot size; those that a hint keeps come last."""
+        tenant = self._tenants.get(salt)
+        if tenant is None:
+            return None
+        fronts = [_coldest(group, before, self._serial) for group in tenant.groups.values()]
+        return min(
+            (block for block in fronts if block is not None),
+            key=lambda block: (block.keep is not None, block.stamp),
+            default=None,
+        )
+
+    def coldest_blocks(self, limit: int) -> Iterator[Block]:
+        """Blocks from the cold end of each queue in turn, up to ``limit`` of all; nothing changes by it.
+
+        Those that a hint keeps are left out. Not to be used across other calls.
+        """
+        ends = [
+            iter(queue.order.blocks())
+            for tenant in self._tenants.values()
+            for group in tenant.groups.values()
+            for queue in group.queues
+        ]
+        return islice(_in_turn(ends), limit)
+
+    def _most_over(
+        self, heaps: tuple[list[tuple[int, int, Group]], list[tuple[int, int, Group]]], slot_bytes: int, salt: str
+    ) -> Group | None:
+        """Of the groups whose tenant's floor allows it, that of the one most over its fair share."""
+        active, idle = self._top(heaps[0]), self._top(heaps[1])
+        if active is not None and -active[0] < slot_bytes:
+            active = None
+        if idle is not None and -idle[0] < slot_bytes:
+            idle = None
+        if active is None or idle is None:
+            entry = active or idle
+        else:
+            entry = active if -active[0] - self._equal_part(salt) >= -idle[0] else idle
+        return entry[2] if entry is not None else None
+
+    def _top(self, heap: list[tuple[int, int, Group]]) -> tuple[int, int, Group] | None:
+        while heap:
+            entry = heap[0]
+            group = entry[2]
+            if group.entry is not entry:
+                heapq.heappop(heap)
+                continue
+            above = self.charges[group.tenant.salt] - group.tenant.floor
+            if above == -entry[0]:
+                return entry
+            group.entry = (-above, next(self._serial), group)
+            heapq.heapreplace(heap, group.entry)
+        return None
+
     def _list(self, queue: Queue, stamp: int) -> None:
-        queue.listed = stamp
-        heap = self._heaps.setdefault(queue.slot_bytes, [])
-        heapq.heappush(heap, (stamp, queue.serial, queue))
-        if len(heap) > 2 * len(self._queues) + HEAP_SLACK:
-            heap[:] = {entry[1]: entry for entry in heap if entry[0] == entry[2].listed}.values()
+        """Enter a queue's front; and its group, when that had nothing to give."""
+        group = queue.group
+        if group is None:
+            return
+        heap = group.heap
+        queue.entry = (stamp, next(self._serial), queue)
+        heapq.heappush(heap, queue.entry)
+        if len(heap) > 2 * len(group.queues) + HEAP_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[2].entry]
+            heapq.heapify(heap)
+        if group.entry is None:
+            self._list_group(group)
+
+    def _list_group(self, group: Group) -> None:
+        tenant = group.tenant
+        above = self.charges[tenant.salt] - tenant.floor
+        if group.entry is not None and -group.entry[0] >= above:
+            return
+        heaps = self._heaps.setdefault(group.slot_bytes, ([], []))
+        heap = heaps[tenant.idle]
+        group.entry = (-above, next(self._serial), group)
+        heapq.heappush(heap, group.entry)
+        if len(heap) > 2 * len(self._tenants) + HEAP_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[2].entry]
             heapq.heapify(heap)
 
+    def _relist(self, tenant: Tenant) -> None:
+        for group in tenant.groups.values():
+            group.entry = None
+            self._list_group(group)
+
+    # ------------------------------------------------------------------ hints
+
+    def keep(self, blocks: Sequence[Block], until: float) -> int:
+        """Hold blocks of one shelf, in chain order, back until a time; how many: a prefix of them.
+
+        What a tenant keeps is at most half of what it uses: older hints lapse first.
+        """
+        if not blocks:
+            return 0
+        queue = blocks[0].queue
+        assert queue is not None and queue.group is not None
+        tenant = queue.group.tenant
+        slot_bytes = queue.group.slot_bytes
+        blocks = blocks[: self.charges[tenant.salt] // KEEP_SHARE // slot_bytes]
+        if not blocks:
+            return 0
+        keep = Keep(until)
+        for block in blocks:
+            queue.home(block).remove(block)
+            if block.keep is not None:
+                self._unkeep(block)
+            block.keep = keep
+            keep.blocks[block] = None
+        if queue.kept is None:
+            queue.kept = LruOrder()
+        queue.kept.insert(blocks, self.stamp)
+        if queue.group.entry is None:
+            self._list_group(queue.group)
+        tenant.keeps[keep] = None
+        tenant.kept_bytes += len(blocks) * slot_bytes
+        self._keeping[tenant] = None
+        self._cap_keeps(tenant)
+        heapq.heappush(self._keeps, (until, next(self._serial), keep))
+        if len(self._keeps) > HEAP_SLACK + 2 * sum(len(one.keeps) for one in self._keeping):
+            self._keeps = [entry for entry in self._keeps if entry[2].blocks]
+            heapq.heapify(self._keeps)
+        return len(blocks)
+
+    def forget(self, blocks: Sequence[Block]) -> int:
+        """End what hints hold back of these; how many."""
+        kept = [block for block in blocks if block.keep is not None]
+        self._release(kept)
+        return len(kept)
+
+    def cool(self, blocks: Sequence[Block]) -> int:
+        """Blocks of one shelf, in chain order, leave before all others of the tenant; how many."""
+        if not blocks:
+            return 0
+        self.forget(blocks)
+        queue = blocks[0].queue
+        assert queue is not None
+        for block in blocks:
+            queue.order.cool(block)
+        self._list(queue, HINTED)
+        return len(blocks)
+
+    def lapse(self) -> int:
+        """End hints whose time is over, and those above what their tenants may keep now; how many blocks."""
+        lapsed = 0
+        while self._keeps and self._keeps[0][0] <= self.now:
+            keep = heapq.heappop(self._keeps)[2]
+            lapsed += len(keep.blocks)
+            self._release(list(keep.blocks))
+        for tenant in list(self._keeping):
+            lapsed += self._cap_keeps(tenant)
+        return lapsed
+
+    def _cap_keeps(self, tenant: Tenant) -> int:
+        lapsed = 0
+        while tenant.keeps and tenant.kept_bytes * KEEP_SHARE > self.charges[tenant.salt]:
+            blocks = list(next(iter(tenant.keeps)).blocks)
+            lapsed += len(blocks)
+            self._release(blocks)
+        return lapsed
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        """Back to where they would be: the hot end when used lately, else the cold one."""
+        hot: list[Block] = []
+        for block in blocks:  # in chain order, so that the deepest is the coldest
+            queue = block.queue
+            assert queue is not None
+            queue.home(block).remove(block)
+            self._unkeep(block)
+            front = queue.entry[0] if queue.entry is not None else HINTED
+            if 2 * block.stamp >= front + self.stamp:
+                hot.append(block)
+                continue
+            queue.order.unpark(block)
+            if queue.entry is None or block.stamp < queue.entry[0]:
+                self._list(queue, block.stamp)
+        for block in reversed(hot):
+            queue = block.queue
+            assert queue is not None
+            youngest = block.slab.hot
+            queue.order.insert((block,), block.stamp)
+            block.slab.hot = youngest
+            if queue.entry is None:
+                self._list(queue, block.stamp)
+
+    def _unkeep(self, block: Block) -> None:
+        keep, block.keep = block.keep, None
+        assert keep is not None
+        del keep.blocks[block]
+        tenant = self._tenants[block.shelf.salt]
+        tenant.kept_bytes -= block.slab.slot_bytes
+        if not keep.blocks:
+            del tenant.keeps[keep]
+            if not tenant.keeps:
+                self._keeping.pop(tenant, None)
+
+    # ------------------------------------------------------------------ proof
+
     def check(self) -> None:
-        """Assert that each visible block is in exactly one queue, and each queue that has one is listed."""
+        """Assert that each visible block is in exactly one queue, and all that may leave can be found. O(blocks)."""
         assert all(amount > 0 for amount in self.charges.values()), f"charges of nothing: {self.charges}"
-        for (slot_bytes, salt), queue in self._queues.items():
-            assert queue.slot_bytes == slot_bytes and queue.salt == salt
-            assert queue.count > 0 and len(queue.order) <= queue.count
-            for block in queue.order:
+        assert self._tenants.keys() == self.charges.keys(), "tenants without charges, or charges without tenants"
+        assert self._keeping.keys() == {tenant for tenant in self._tenants.values() if tenant.keeps}
+        for salt, tenant in self._tenants.items():
+            assert tenant.salt == salt and tenant.floor == self._floor_of(salt)
+            assert tenant.idle != (tenant in self._active)
+            kept = sum(block.slab.slot_bytes for keep in tenant.keeps for block in keep.blocks)
+            assert kept == tenant.kept_bytes, f"{salt!r}: {tenant.kept_bytes} bytes counted as kept, {kept} are"
+            for slot_bytes, group in tenant.groups.items():
+                assert group.tenant is tenant and group.slot_bytes == slot_bytes and group.queues
+                self._check_group(group)
+
+    def _check_group(self, group: Group) -> None:
+        listed = {id(entry) for entry in group.heap}
+        may_leave = False
+        for queue in group.queues:
+            assert queue.group is group and queue.shelf.queue is queue and not queue.shelf.retired
+            queue.order.check()
+            members = list(queue.order.blocks())
+            assert len(members) == len(queue.order)
+            kept = list(queue.kept.blocks()) if queue.kept is not None else []
+            assert queue.count and len(members) + len(kept) <= queue.count
+            for block in (*members, *kept):
                 assert block.queue is queue and not block.parked and block.state == VISIBLE
-                assert block.stamp <= block.slab.hot <= self.stamp
-            if queue.order:
-                heap = self._heaps[slot_bytes]
-                assert any(entry[2] is queue and entry[0] == queue.listed for entry in heap), f"{salt!r}: not listed"
+                assert block.stamp <= self.stamp
+            assert all(block.keep is None for block in members) and all(block.keep is not None for block in kept)
+            assert not members or id(queue.entry) in listed, f"{group.tenant.salt!r}: a queue is not listed"
+            may_leave = may_leave or any(not block.leases and not block.children for block in (*members, *kept))
+        if may_leave and len(self._tenants) > 1:
+            heap = self._heaps[group.slot_bytes][group.tenant.idle]
+            assert any(entry is group.entry for entry in heap), f"{group.tenant.salt!r} is not listed"
+            assert group.entry is not None
+            assert -group.entry[0] >= self.charges[group.tenant.salt] - group.tenant.floor
 
 
-def _front(queue: Queue) -> Block | None:
-    """The coldest block that may leave; protected ones on the way are parked."""
-    order = queue.order
-    while order:
-        block = next(iter(order))
-        if not block.leases and not block.children:
-            return block
-        del order[block]
-        block.parked = True
-    return None
+def _coldest(group: Group, before: int, serial: Iterator[int]) -> Block | None:
+    """The group's next to leave that no call from ``before`` on has used; kept ones when there is no other."""
+    heap = group.heap
+    while heap:
+        entry = heap[0]
+        queue = entry[2]
+        if queue.entry is not entry:
+            heapq.heappop(heap)
+            continue
+        front = queue.order.front()
+        if front is None:
+            heapq.heappop(heap)
+            queue.entry = None
+        elif front.stamp != entry[0]:
+            queue.entry = (front.stamp, next(serial), queue)
+            heapq.heapreplace(heap, queue.entry)
+        elif front.stamp < before:
+            return front
+        else:
+            break
+    kept = [front for queue in group.queues if queue.kept is not None and (front := queue.kept.front()) is not None]
+    return min((block for block in kept if block.stamp < before), key=lambda block: block.stamp, default=None)
+
+
+def _in_turn(ends: list[Iterator[Block]]) -> Iterator[Block]:
+    while ends:
+        going = []
+        for end in ends:
+            block = next(end, None)
+            if block is not None:
+                going.append(end)
+                yield block
+        ends = going

@@ -7,11 +7,11 @@ age, because nothing they hold can be evicted.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.records import Block, Holdings, Lease
+from kvstrata.storage.records import Block, Holdings, Lease, Shelf
 
 #: A lease outlives its caller's deadline by this: one-sided copies cannot be recalled.
 MARGIN_S: Final = 1.0
@@ -44,8 +44,7 @@ class LeaseBook:
         """Lease visible blocks of one shelf, in chain order, to a session until ``now + seconds``."""
         self._last += 1
         lease = Lease(self._last, session, blocks, now, now + seconds)
-        self._inventory.pin(blocks)
-        blocks[0].shelf.leases.add(lease)
+        self._pin(lease, (blocks[0].shelf,))
         self._leases[lease.id] = lease
         holdings = self._sessions.get(session)
         if holdings is None:
@@ -63,9 +62,14 @@ class LeaseBook:
         if sent:
             self._sent.add(self._last)
         lease = self._leases[self._last] = Lease(self._last, b"", blocks, now, float("inf"))
-        self._inventory.pin(blocks)
-        blocks[0].shelf.leases.add(lease)
+        self._pin(lease, (blocks[0].shelf,) if sent else {block.shelf for block in blocks})
         return lease
+
+    def _pin(self, lease: Lease, shelves: Collection[Shelf]) -> None:
+        self._inventory.pin(lease.blocks)
+        lease.shelves = shelves
+        for shelf in shelves:
+            shelf.leases.add(lease)
 
     def sending(self) -> list[Lease]:
         """Reads whose bytes are being sent now, of blocks that nobody finds any more. O(such reads)."""
@@ -112,7 +116,8 @@ class LeaseBook:
             holdings.view_bytes -= lease.view_bytes
             if holdings.empty():
                 del self._sessions[lease.session]
-        lease.blocks[0].shelf.leases.discard(lease)
+        for shelf in lease.shelves:
+            shelf.leases.discard(lease)
         self._inventory.unpin(lease.blocks)
 
     def end_all(self, numbers: set[int]) -> None:
@@ -137,13 +142,15 @@ class LeaseBook:
         named: dict[Block, int] = {}
         for lease in self._leases.values():
             assert not lease.session or lease.id in self._sessions[lease.session].leases
-            assert all(block.shelf is lease.blocks[0].shelf for block in lease.blocks)
-            assert lease in lease.blocks[0].shelf.leases, "a lease that its shelf does not know"
+            assert {block.shelf for block in lease.blocks} == set(lease.shelves)
+            assert all(lease in shelf.leases for shelf in lease.shelves), "a lease that its shelf does not know"
             for block in lease.blocks:
                 named[block] = named.get(block, 0) + 1
         for block in self._inventory.blocks():
             assert block.leases == named.get(block, 0), f"{block.leases} leases counted, {named.get(block, 0)} stand"
-            assert not block.leases or block.generation == block.slab.generations[block.slot]
+            if block.leases:
+                same = block.generation == block.slab.generations[block.slot]
+                assert same or block.shelf.retired, "a slot was given away under its reader"
         assert all(block.slab.blocks.get(block.slot) is block for block in named), "a leased slot was given away"
         for session, holdings in self._sessions.items():
             assert not holdings.empty(), f"session {session.hex()} holds nothing and is still known"

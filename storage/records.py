@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
@@ -10,7 +11,7 @@ from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
 if TYPE_CHECKING:
-    from kvstrata.storage.isolated_lru import Queue
+    from kvstrata.storage.isolated_lru import Keep, Queue
 
 #: States of a block. Plain integers: they are compared once a block on the hottest path.
 IN_FLIGHT: Final = 0  #: reserved; its key is taken, its bytes are not there yet
@@ -36,10 +37,11 @@ class NamespaceEntry:
 class Shelf:
     """All blocks of one tenant in one namespace in one tier: hash -> record, in flight or visible.
 
-    ``epoch`` is the weight epoch of all of them. A ``retired`` shelf is found by nobody any more.
+    ``epoch`` is the weight epoch of all of them. A ``retired`` shelf is found by nobody any more. ``queue``
+    is its place in the eviction policy, ``leases`` are those that stand on its blocks.
     """
 
-    __slots__ = ("blocks", "entry", "epoch", "retired", "salt")
+    __slots__ = ("blocks", "entry", "epoch", "leases", "queue", "retired", "salt")
 
     def __init__(self, entry: NamespaceEntry, salt: str) -> None:
         self.entry = entry
@@ -47,6 +49,8 @@ class Shelf:
         self.epoch = entry.epoch
         self.retired = False
         self.blocks: dict[bytes, Block] = {}
+        self.queue: Queue | None = None
+        self.leases: set[Lease] = set()
 
 
 class Block:
@@ -59,8 +63,8 @@ class Block:
     """
 
     __slots__ = (
-        "born", "checksum", "children", "generation", "hash", "index", "leases", "offered", "parent", "parked",
-        "queue", "shelf", "slab", "slot", "stamp", "state",
+        "born", "checksum", "children", "generation", "hash", "hits", "index", "keep", "leases", "mark", "offered",
+        "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -79,6 +83,9 @@ class Block:
         self.parent: Block | None = None
         self.children = 0
         self.parked = False
+        self.mark = 0
+        self.hits = 0
+        self.keep: Keep | None = None
         self.queue: Queue | None = None
 
     @property
@@ -104,12 +111,13 @@ class Lease:
     ``session`` is empty for reads the node itself does for a caller: those end when they end.
     """
 
-    __slots__ = ("blocks", "deadline", "granted_at", "id", "session", "view_bytes")
+    __slots__ = ("blocks", "deadline", "granted_at", "id", "session", "shelves", "view_bytes")
 
     def __init__(self, number: int, session: bytes, blocks: list[Block], granted_at: float, deadline: float) -> None:
         self.id = number
         self.session = session
         self.blocks = blocks
+        self.shelves: Collection[Shelf] = ()
         self.granted_at = granted_at
         self.deadline = deadline
         self.view_bytes = 0
@@ -151,12 +159,21 @@ class Counts:
     aborted: int = 0
     corrupt: int = 0
     evicted: int = 0
+    evicted_quota: int = 0
+    evicted_lowered: int = 0
+    evicted_device: int = 0
+    retired: int = 0
     slabs_taken_over: int = 0
     removed: int = 0
     leases_expired: int = 0
     reservations_expired: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    hits_ssd: int = 0  #: of the hits, those that were read from SSD for it
+    misses_no_room: int = 0  #: of the misses, on SSD, and no memory to read them into
+    misses_late: int = 0  #: of the misses, on SSD, and not back in time
+    misses_corrupt: int = 0
+    misses_read_error: int = 0
     demoted: int = 0  #: written to SSD and flushed
     demoted_bytes: int = 0
     demote_refused: int = 0  #: no room for them on SSD

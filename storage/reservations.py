@@ -65,6 +65,8 @@ class ReservationBook:
     def commit(self, reservation: Reservation, checksums: Sequence[int], mask: Sequence[int] | None) -> bytearray:
         """Publish the blocks that ``mask`` keeps (all, when None), free the others; a status each.
 
+        Nothing of a retired shelf is published.
+
         Raises :class:`InvalidArgument`, and leaves the reservation as it was, when lengths do not fit or
         its bytes are still being moved.
         """
@@ -76,8 +78,9 @@ class ReservationBook:
         self._forget(reservation)
         statuses = bytearray(len(blocks))
         kept: list[Block] = []
+        current = not reservation.shelf.retired
         for position, block in enumerate(blocks):
-            if block.state == IN_FLIGHT and (mask is None or mask[position]):
+            if current and block.state == IN_FLIGHT and (mask is None or mask[position]):
                 block.checksum = checksums[position]
                 kept.append(block)
                 statuses[position] = _STORED

@@ -235,14 +235,16 @@ def test_a_load_of_the_tail_keeps_the_head(make_node: Callable[..., Node]) -> No
     assert node.present(chain) == list(chain)
 
 
-def test_the_coldest_tenant_goes_first(make_node: Callable[..., Node]) -> None:
+def test_the_tenant_most_over_its_fair_share_goes_first(make_node: Callable[..., Node]) -> None:
+    """However cold: recency decides within a tenant, shares between tenants."""
     node = make_node(slabs=2)
-    half = node.capacity // 2
-    node.store(range(half), salt="cold")
-    node.store(range(half), salt="warm")
+    third = node.capacity // 3
+    node.store(range(third - 2), salt="small and cold")
+    node.store(range(100, 100 + node.capacity - third + 2), salt="large and warm")
     node.store(range(7000, 7004), salt="new")
-    assert len(node.present(range(half), "cold")) == half - 4 + node.capacity % 2
-    assert len(node.present(range(half), "warm")) == half
+    assert len(node.present(range(third), "small and cold")) == third - 2
+    assert len(node.present(range(100, 200), "large and warm")) == node.capacity - third - 2
+    assert len(node.present(range(7000, 7004), "new")) == 4
 
 
 def test_eviction_frees_what_was_asked(make_node: Callable[..., Node]) -> None:
