@@ -254,7 +254,7 @@ def test_commands_are_carried_out_and_confirmed_after_their_deltas(linked: tuple
     until(lambda: len(master.done) == 2)
     assert master.done[1].error
     master.say(epoch=control.NamespaceEpoch(group="model", epoch=3))
-    until(lambda: master.blocks == set())
+    until(lambda: one.node.state.inventory.visible == 0)
 
 
 def test_epochs_are_learned_at_attach(node: Node, start: Callable[..., FakeMaster]) -> None:
