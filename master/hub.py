@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -106,7 +106,13 @@ class Hub:
         self._writer = loops.add(Loop("journal", RETRY_S, self._write_out, bound_s=STALLED_DISK_S))
 
     def _write_out(self) -> None:
-        self.journal.flush()
+        with self._lock:
+            serial = self._state.quotas.saved_serial
+        if self.journal.flush():
+            with self._lock:
+                commands = self._state.grants_saved(serial, self._clock())
+                self._deliver(commands)
+            self._settle(commands)
 
     # ------------------------------------------------------------------ events
 
@@ -149,8 +155,9 @@ class Hub:
             for outbox in self._outboxes.values():
                 outbox.close(reason)
 
-    def _deliver(self, commands: Iterable[m.Command]) -> None:
-        """Hand session commands over, under the lock: their order is the order of events."""
+    def _deliver(self, commands: Sequence[m.Command]) -> None:
+        """Hand commands to sessions and writes to the journal, under the lock: their order is that of events."""
+        self.journal.add(command for command in commands if isinstance(command, m.Save))
         for command in commands:
             if isinstance(command, m.CloseSession):
                 outbox = self._outboxes.pop(command.session, None)
@@ -163,11 +170,8 @@ class Hub:
 
     def _settle(self, commands: Iterable[m.Command]) -> None:
         """Have writes made, and log, outside the lock."""
-        writes = [c for c in commands if isinstance(c, m.Save)]
-        if writes:
-            self.journal.add(writes)
-            if self._writer is not None:
-                self._writer.wake()
+        if self._writer is not None and any(isinstance(command, m.Save) for command in commands):
+            self._writer.wake()
         for command in commands:
             if isinstance(command, m.Report):
                 log.info(command.event, **command.fields)
@@ -178,6 +182,7 @@ class Hub:
         """(handle, weight epoch) of a namespace."""
         with self._lock:
             opened, commands = self._state.open_namespace(namespace)
+            self._deliver(commands)
         self._settle(commands)
         return opened.handle, opened.group.epoch
 
@@ -207,7 +212,11 @@ class Hub:
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
+            commands = self._state.taken()
+            self._deliver(commands)
             facts = self._state.membership.slot_facts
+        if commands:
+            self._settle(commands)
         self.metrics.placed(np.bincount(placed.states, minlength=4))
         return placed, facts
 

@@ -14,7 +14,9 @@ from kvstrata.master.directory import Directory
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node, Nodes
+from kvstrata.master.quotas import Quotas
 from kvstrata.master.tombstones import Tombstones
+from kvstrata.proto.status import Tier
 
 #: Ticks further apart than this mean that the master itself stood still.
 PAUSE_S: Final = 1.0
@@ -33,16 +35,20 @@ class Membership:
         counts: Counter[str],
         emit: Callable[[m.Command], None],
         rng: random.Random,
+        quotas: Quotas,
     ) -> None:
         self.nodes = Nodes()
         #: Facts of the nodes that may be routed to, by directory slot. Replaced whole, never changed.
         self.slot_facts: dict[int, m.NodeFacts] = {}
+        #: Called when a node has attached and been told what every node is told first.
+        self.attached: Callable[[Node], None] = lambda node: None
         self._directory = directory
         self._namespaces = namespaces
         self._tombstones = tombstones
         self._chronicle = chronicle
         self._counts = counts
         self._emit = emit
+        self._quotas = quotas
         self._session = rng.getrandbits(31) << 32
         self._awaited: set[str] = set()
         self._grace_ends = 0.0
@@ -112,9 +118,12 @@ class Membership:
             node.usage, node.active_since, node.placed_bytes = None, None, 0
         self._enroll(node, facts)
         epochs = tuple((group.name, group.epoch) for group in self._namespaces.groups if group.epoch)
-        self._emit(m.SendAttached(session, epochs))
+        capacity = {Tier.DRAM: facts.dram_bytes, Tier.SSD: facts.ssd_bytes}
+        shares = self._quotas.attached(node.node_id, session, capacity, event.shares, now)
+        self._emit(m.SendAttached(session, epochs, shares))
         for stone in self._tombstones.waiting_for(node.node_id):
             self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
+        self.attached(node)
         self._chronicle.note(now, "attached again" if same else "attached", node.node_id)
         self._judge(node, now)
         self._reroute()
@@ -135,11 +144,13 @@ class Membership:
         self._awaited.discard(node.node_id)
         self._emit(node.saved())
         self._leave(node, now, f"detached: {event.reason}")
+        self._quotas.stopped(node.node_id, now)
 
     def link_lost(self, event: m.LinkLost, now: float) -> None:
         node = self.nodes.of_session(event.session)
         if node is not None and node.pulse is not None and node.pulse.link_lost_at is None:
             node.pulse.link_lost_at = now
+            self._quotas.unlinked(node.node_id, now)
 
     def _leave(self, node: Node, now: float, reason: str) -> None:
         """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""
@@ -148,6 +159,7 @@ class Membership:
         attachment.release(self._directory)
         self.nodes.unbind(node)
         node.pulse = node.usage = node.active_since = None
+        self._quotas.unlinked(node.node_id, now)
         self._emit(m.CloseSession(attachment.session, reason))
         self._chronicle.note(now, f"offline: {reason}", node.node_id)
         self._enter(node, NodeState.OFFLINE, reason)
@@ -158,6 +170,7 @@ class Membership:
         node = self.speaker(event.session, now)
         if node is not None:
             node.usage, node.placed_bytes = event.usage, 0
+            self._quotas.reported(node.node_id, event.session, event.usage, now)
             self._judge(node, now)
 
     def heartbeat(self, event: m.Heartbeat, now: float) -> None:

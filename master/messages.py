@@ -326,10 +326,14 @@ class SaveFallback:
 
 @dataclass(frozen=True, slots=True)
 class SaveGrants:
-    """Make what a node was granted durable, so that a new master does not grant it twice."""
+    """Make what a node was granted durable, so that a new master does not grant it twice.
+
+    ``fallback`` is what salts without a policy have there.
+    """
 
     node_id: str
     shares: tuple[Share, ...]
+    fallback: Share | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from kvstrata.master.attachment import Attachment
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.messages import NodeFacts, NodeUsage, SaveNode
 from kvstrata.master.placement import Candidate, ramp_at
+from kvstrata.master.tenancy import Room
 
 
 @dataclass(eq=False, slots=True)
@@ -45,16 +46,22 @@ class Node:
     def saved(self) -> SaveNode:
         return SaveNode(self.node_id, self.dram_bytes, self.ssd_bytes, self.gone)
 
-    def candidate(self, now: float) -> Candidate:
-        """As placement sees it; only for an active node."""
+    def candidate(self, now: float, room: Room | None = None) -> Candidate:
+        """As placement sees it, for a tenant whose share there is ``room``; only for an active node.
+
+        What a share does not allow is as good as not there.
+        """
         assert self.attachment is not None and self.attachment.slot is not None
         since = now if self.active_since is None else self.active_since
         reported = self.dram_bytes if self.usage is None else self.usage.dram_bytes_free
+        free, capacity = max(0, reported - self.placed_bytes), self.dram_bytes
+        if room is not None:
+            free, capacity = min(free, room.free), min(capacity, room.share)
         return Candidate(
             slot=self.attachment.slot,
             boot_id=self.attachment.facts.boot_id,
-            free=max(0, reported - self.placed_bytes),
-            capacity=self.dram_bytes,
+            free=free,
+            capacity=capacity,
             ramp=ramp_at(now - since),
         )
 

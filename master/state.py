@@ -14,23 +14,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstrata.master import messages as m
 from kvstrata.master.attachment import Outcome
-from kvstrata.master.chronicle import Chronicle, Line
+from kvstrata.master.chronicle import Chronicle, Line, Scope
+from kvstrata.master.clearing import Cleared, Clearing
 from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.lookups import LookedUp, left, reasons_of
+from kvstrata.master.lookups import LookedUp, left, nothing_found, reasons_of
 from kvstrata.master.membership import Membership
-from kvstrata.master.misses import MissReason
-from kvstrata.master.namespaces import Namespaces, Opened
+from kvstrata.master.misses import MissReason, departed
+from kvstrata.master.namespaces import Group, Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.placement import Placed, Placement
 from kvstrata.master.probing import Keys
+from kvstrata.master.quotas import Quotas
 from kvstrata.master.table import fold
 from kvstrata.master.tombstones import Tombstones
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import PlaceState
+from kvstrata.proto.status import PlaceState, Tier
 
 #: A miss report hides a replica for at most this many deltas to come, whatever it claims.
 DELTA_LAG_MAX: Final = 4096
@@ -73,17 +76,32 @@ class MasterState:
         self.chronicle = Chronicle()
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
+        self.quotas = Quotas(self._emit, rng.getrandbits(31) << 24)
+        self.quotas.restore(saved.policies, saved.fallback, saved.grants, now)
         self.membership = Membership(
-            self.directory, self.namespaces, self.tombstones, self.chronicle, self.counts, self._emit, rng
+            self.directory,
+            self.namespaces,
+            self.tombstones,
+            self.chronicle,
+            self.counts,
+            self._emit,
+            rng,
+            self.quotas,
         )
+        self.clearing = Clearing(
+            self.directory, self.namespaces, self.membership.nodes, self.tombstones, self.chronicle, self._emit
+        )
+        self.membership.attached = self.clearing.attached
         self.membership.restore(saved.nodes, now, grace_s)
         for group in saved.groups:
             self.namespaces.restore(group.namespace, group.epoch)
         for stone in saved.tombstones:
             self.tombstones.restore(stone)
-        self.tombstones.start_after(saved.last_command)
+        for scope in saved.scopes:
+            self.clearing.scopes.restore(scope)
+        self.tombstones.start_after(max([saved.last_command, *(scope.command for scope in saved.scopes)]))
         self._handlers: dict[type, Callable[[Any, float], None]] = {
-            m.Attach: self.membership.attach,
+            m.Attach: self._attach,
             m.SnapshotPart: self._snapshot_part,
             m.DeltaBatch: self._delta,
             m.CommandDone: self._command_done,
@@ -107,13 +125,44 @@ class MasterState:
         self._handlers[type(event)](event, now)
         return self._take_out()
 
+    def taken(self) -> list[m.Command]:
+        """What a question led to: a tenant that asks where to store for the first time gets its shares."""
+        return self._take_out()
+
     def _take_out(self) -> list[m.Command]:
         out, self._out = self._out, []
         return out
 
+    def _attach(self, event: m.Attach, now: float) -> None:
+        self.clearing.learn(event, now)
+        self.membership.attach(event, now)
+
     def _tick(self, event: m.Tick, now: float) -> None:
         self.membership.tick(event, now)
         self.directory.turn(now)
+        self.quotas.tick(now)
+
+    # ------------------------------------------------------------------ tenants
+
+    def set_tenant(self, policy: m.TenantPolicy, now: float) -> list[m.Command]:
+        """One tenant's limits and floors, from now on."""
+        self.quotas.set_policy(policy, now)
+        return self._take_out()
+
+    def remove_tenant(self, salt: str, now: float) -> list[m.Command]:
+        """The default applies to this salt, from now on."""
+        self.quotas.remove_policy(salt, now)
+        return self._take_out()
+
+    def set_default(self, policy: m.TenantPolicy, deny: bool, now: float) -> list[m.Command]:
+        """What each salt without a policy may use, from now on."""
+        self.quotas.set_fallback(policy, deny, now)
+        return self._take_out()
+
+    def grants_saved(self, serial: int, now: float) -> list[m.Command]:
+        """Grants up to ``serial`` are in the store: what waited for that may go out."""
+        self.quotas.durable(serial, now)
+        return self._take_out()
 
     # ------------------------------------------------------------------ inventory
 
@@ -148,30 +197,59 @@ class MasterState:
     def _locator(self, node: Node, now: float) -> Callable[[m.Holding | m.Change], tuple[TableKey, Keys] | None]:
         def locate(part: m.Holding | m.Change) -> tuple[TableKey, Keys] | None:
             try:
-                self._register(part.namespace)
+                group = self._register(part.namespace)
             except (FingerprintMismatch, Busy) as error:
                 self.counts["refused_holdings"] += 1
                 fields = {"node_id": node.node_id, "reason": str(error)}
                 self._emit(m.Report("node holds a namespace that is refused", fields))
                 return None
+            if part.epoch != group.epoch:
+                self.counts["holdings_of_other_epochs"] += 1
+                return None
+            if _is_there(part) and self.clearing.scopes.hold_back(node.node_id, group.name, part.salt):
+                self.counts["holdings_held_back"] += 1
+                return None
             table, keys = self._where(part.namespace, part.salt, part.hashes)
-            what = ("added" if part.added else "removed") if isinstance(part, m.Change) else "in snapshot"
-            self.chronicle.note(now, what, node.node_id, table, keys)
-            if what != "removed":
+            self._note_part(node, group, part, table, keys, now)
+            if _is_there(part):
                 # Else a block evicted soon after it was stored could not be stored again until the intent lapses.
-                self.placement.fulfilled(keys, _scope(table.group, table.shard, table.salt))
+                self.placement.fulfilled(keys, self._scope(table))
             return table, keys
 
         return locate
+
+    def _note_part(
+        self, node: Node, group: Group, part: m.Holding | m.Change, table: TableKey, keys: Keys, now: float
+    ) -> None:
+        tier = Tier(part.tier).name.lower()
+        about = Scope(group.first, table.shard, table.salt)
+        if isinstance(part, m.Holding):
+            self.chronicle.note(now, f"in snapshot ({tier})", node.node_id, about, keys)
+        elif part.added:
+            self.chronicle.note(now, f"added ({tier})", node.node_id, about, keys)
+        else:
+            self.chronicle.note(now, f"removed ({tier})", node.node_id, about, keys, departed(part.reason), part.cause)
 
     def _where(self, namespace: Namespace, salt: str, hashes: bytes) -> tuple[TableKey, Keys]:
         group, _ = self.namespaces.register(namespace)
         return TableKey(group.number, namespace.shard, salt), fold(hashes, namespace.hash_bytes)
 
-    def _register(self, namespace: Namespace) -> None:
-        _, new = self.namespaces.register(namespace)
+    def _about(self, table: TableKey) -> Scope:
+        group = self.namespaces.by_number(table.group)
+        assert group is not None
+        return Scope(group.first, table.shard, table.salt)
+
+    def _scope(self, table: TableKey) -> Keys:
+        """What tells apart equal hashes of different tenants and shards, and of before a drop: u64[1, 2]."""
+        text = f"{self.clearing.drops}/{table.group}/{table.shard}/{table.salt}"
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return np.frombuffer(digest, dtype="<u8").reshape(1, 2)
+
+    def _register(self, namespace: Namespace) -> Group:
+        group, new = self.namespaces.register(namespace)
         if new:
-            self._emit(m.SaveGroup(namespace, epoch=0))
+            self._emit(m.SaveGroup(namespace, group.epoch))
+        return group
 
     # ------------------------------------------------------------------ clients' questions
 
@@ -180,8 +258,23 @@ class MasterState:
         self._register(namespace)
         return self.namespaces.open(namespace), self._take_out()
 
-    def lookup(self, namespace: Namespace, group: int, salt: str, keys: Keys, boot_id: str, now: float) -> LookedUp:
-        """Where blocks are. Pins nothing, renews nothing."""
+    def lookup(
+        self,
+        namespace: Namespace,
+        group: int,
+        salt: str,
+        keys: Keys,
+        boot_id: str,
+        now: float,
+        epoch: int | None = None,
+    ) -> LookedUp:
+        """Where blocks are. Pins nothing, renews nothing.
+
+        ``group`` is a group's number, ``epoch`` the weight epoch of the asker's handle: of another epoch than
+        the current one nothing is found.
+        """
+        if self._past(group, epoch):
+            return nothing_found(len(keys), MissReason.EPOCH)
         found = self.directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id)
         if found.present.all():
             return LookedUp(found, False, np.zeros(0, dtype=np.uint8))
@@ -192,20 +285,51 @@ class MasterState:
         reasons, missing_keys = reasons_of(self.directory, table, keys, found)
         gone = left(reasons)
         if gone.size:
-            scope = _scope(group, namespace.shard, salt)
-            coming = self.placement.in_flight(missing_keys[gone], scope, set(self.membership.slot_facts), now)
+            coming = self._in_flight(table, missing_keys[gone], now)
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
-    def place(self, namespace: Namespace, group: int, salt: str, keys: Keys, boot_id: str, now: float) -> Placed:
-        """Where to store blocks: there already, in flight, or a node."""
+    def _in_flight(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
+        return self.placement.in_flight(keys, self._scope(table), set(self.membership.slot_facts), now)
+
+    def _past(self, group: int, epoch: int | None) -> bool:
+        """Whether a handle is of another weight epoch than its group."""
+        known = self.namespaces.by_number(group)
+        return known is None or epoch not in (None, known.epoch)
+
+    def place(
+        self,
+        namespace: Namespace,
+        group: int,
+        salt: str,
+        keys: Keys,
+        boot_id: str,
+        now: float,
+        epoch: int | None = None,
+    ) -> Placed:
+        """Where to store blocks: there already, in flight, or a node.
+
+        Raises :class:`FingerprintMismatch` for a handle of another weight epoch than the current one.
+        """
+        if self._past(group, epoch):
+            current = self.namespaces.named(namespace.group).epoch
+            raise FingerprintMismatch(
+                f"group {namespace.group!r} is at weight epoch {current}, and this handle is of another: "
+                "open the namespace again"
+            )
         present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id).codes
         active = self.membership.active()
-        candidates = [node.candidate(now) for node in active.values()]
-        placed = self.placement.place(keys, _scope(group, namespace.shard, salt), present, candidates, boot_id, now)
+        self.quotas.seen(salt, namespace.block_bytes, now)
+        candidates = [node.candidate(now, self.quotas.room(salt, node.node_id)) for node in active.values()]
+        if any(candidate.capacity for candidate in candidates):
+            candidates = [candidate for candidate in candidates if candidate.capacity]
+        scope = self._scope(TableKey(group, namespace.shard, salt))
+        placed = self.placement.place(keys, scope, present, candidates, boot_id, now)
         codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
         for code, count in zip(codes.tolist(), blocks.tolist(), strict=True):
-            active[(code - 1) >> 2].placed_bytes += count * namespace.block_bytes
+            node, nbytes = active[(code - 1) >> 2], count * namespace.block_bytes
+            node.placed_bytes += nbytes
+            self.quotas.placed(salt, node.node_id, nbytes)
         return placed
 
     def recovering(self, now: float) -> bool:
@@ -218,19 +342,25 @@ class MasterState:
 
     def _miss(self, event: m.MissReport, now: float) -> None:
         opened = self.namespaces.by_handle(event.handle)
+        if event.epoch != opened.group.epoch:
+            self.counts["miss_reports_of_other_epochs"] += 1
+            return
         table, keys = self._where(opened.namespace, event.salt, event.hashes)
         # A writer whose node refused says so too, and nobody need wait for what is not coming.
-        self.placement.fulfilled(keys, _scope(table.group, table.shard, table.salt))
+        self.placement.fulfilled(keys, self._scope(table))
         node = self.nodes.get(event.node_id)
         if node is None or node.attachment is None or not self.knows(event.node_id, event.incarnation):
             return
         attachment = node.attachment
+        if event.delta_seq == 0:
+            self.chronicle.note(now, "refused by the node at store", node.node_id, self._about(table), keys)
         if attachment.slot is None or event.delta_seq <= attachment.applied_seq:
             return
         until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)
         hidden = self.directory.hide(attachment.slot, table, keys, until)
         self.counts["hidden_blocks"] += hidden
-        self.chronicle.note(now, f"reported missing (delta {event.delta_seq})", node.node_id, table, keys)
+        what = f"reported missing (delta {event.delta_seq})"
+        self.chronicle.note(now, what, node.node_id, self._about(table), keys, MissReason.LOAD_FAILED)
 
     # ------------------------------------------------------------------ removal
 
@@ -243,7 +373,7 @@ class MasterState:
         stone = self.tombstones.add(namespace, salt, hashes, holders)
         table, keys = self._where(namespace, salt, hashes)
         removed = self.directory.remove_everywhere(table, keys)
-        self.chronicle.note(now, "removed by a client", "", table, keys)
+        self.chronicle.note(now, "removed by a client", "", self._about(table), keys, MissReason.REMOVED)
         if stone.waiting:
             self._emit(stone.saved())
         linked = [node for node in self.nodes if node.linked]
@@ -252,14 +382,29 @@ class MasterState:
             self._emit(m.SendRemove(node.attachment.session, stone.command, namespace, salt, hashes))
         return Removal(stone.command, removed, frozenset(node.node_id for node in linked)), self._take_out()
 
+    def bump(self, group: str, now: float) -> tuple[Cleared, list[m.Command]]:
+        """Begin the next weight epoch of a group: see :meth:`Clearing.bump`."""
+        return self.clearing.bump(group, now), self._take_out()
+
+    def drop(self, group: str, salt: str | None, erase: bool, now: float) -> tuple[Cleared, list[m.Command]]:
+        """Forget a tenant, a namespace, or both: see :meth:`Clearing.drop`."""
+        return self.clearing.drop(group, salt, erase, now), self._take_out()
+
+    def unconfirmed(self, command: int) -> list[str]:
+        """Nodes that have not confirmed a removal, a drop or a bump; empty when it is done."""
+        return self.tombstones.unconfirmed(command) or self.clearing.scopes.unconfirmed(command)
+
     def _command_done(self, event: m.CommandDone, now: float) -> None:
         node = self.membership.speaker(event.session, now)
         if node is None:
             return
+        if self.clearing.done(node, event.command, event.error) and node.attachment is not None:
+            reason = "what it said of a dropped scope was held back"
+            self._outcome(node, node.attachment.start_over(self.directory, reason), now)
         if event.error:
             self.counts["failed_commands"] += 1
             fields = {"node_id": node.node_id, "command": event.command, "reason": event.error}
-            self._emit(m.Report("node could not remove", fields))
+            self._emit(m.Report("node could not do as told", fields))
             return
         stone = self.tombstones.confirm(event.command, node.node_id)
         if stone is not None:
@@ -273,7 +418,7 @@ class MasterState:
         if group is None:
             return []
         return self.chronicle.story(
-            TableKey(group.number, namespace.shard, salt), fold(block_hash, namespace.hash_bytes)
+            TableKey(group.first, namespace.shard, salt), fold(block_hash, namespace.hash_bytes)
         )
 
     def check(self) -> None:
@@ -283,10 +428,10 @@ class MasterState:
         self.membership.check()
         self.placement.check()
         self.tombstones.check()
+        self.clearing.scopes.check()
+        self.quotas.check()
         assert not self._out
 
 
-def _scope(group: int, shard: int, salt: str) -> Keys:
-    """What tells apart equal hashes of different tenants and shards: u64[1, 2]."""
-    digest = hashlib.blake2b(f"{group}/{shard}/{salt}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    return np.frombuffer(digest, dtype="<u8").reshape(1, 2)
+def _is_there(part: m.Holding | m.Change) -> bool:
+    return isinstance(part, m.Holding) or part.added

@@ -228,9 +228,11 @@ class SqliteStore:
                 )
             case SaveFallback(policy, deny):
                 execute("INSERT OR REPLACE INTO fallback VALUES (1, ?, ?, ?, ?, ?)", (*_amounts(policy), int(deny)))
-            case SaveGrants(node_id, shares):
+            case SaveGrants(node_id, shares, fallback):
                 execute("DELETE FROM grants WHERE node_id = ?", (node_id,))
                 rows = [(node_id, _salt_bytes(share.salt), *_amounts(share)) for share in shares]
+                if fallback is not None:
+                    rows.append((node_id, _NO_SALT, *_amounts(fallback)))
                 self._connection.executemany("INSERT INTO grants VALUES (?, ?, ?, ?, ?, ?)", rows)
             case SaveScope():
                 self._write_scope(write)
@@ -275,6 +277,8 @@ ON CONFLICT (name) DO UPDATE SET value = CAST(MAX(CAST(value AS INTEGER), ?1) AS
 """
 _TOMBSTONES: Final = "SELECT command, name, shard, salt, hashes, waiting FROM tombstones ORDER BY command"
 
+#: In the place of a salt where the default of unknown salts is meant: no UTF-8 text has this byte.
+_NO_SALT: Final = b"\xff"
 _AMOUNTS: Final = "salt, dram_limit, ssd_limit, dram_floor, ssd_floor"
 _FALLBACK: Final = "dram_limit, ssd_limit, dram_floor, ssd_floor, deny FROM fallback"
 _SCOPES: Final = "SELECT command, name, salt, erase, epoch, waiting FROM scopes ORDER BY command"
@@ -290,9 +294,14 @@ def _fallback(row: tuple[bytes, int | None, int | None, int, int, int]) -> SaveF
 
 def _grants(rows: Iterable[tuple[bytes, int | None, int | None, int, int, str]]) -> tuple[SaveGrants, ...]:
     shares: dict[str, list[Share]] = {}
+    fallbacks: dict[str, Share] = {}
     for salt, dram_limit, ssd_limit, dram_floor, ssd_floor, node_id in rows:
-        shares.setdefault(node_id, []).append(Share(salt.decode(), dram_limit, ssd_limit, dram_floor, ssd_floor))
-    return tuple(SaveGrants(node_id, tuple(of_node)) for node_id, of_node in shares.items())
+        of_node = shares.setdefault(node_id, [])
+        if salt == _NO_SALT:
+            fallbacks[node_id] = Share("", dram_limit, ssd_limit, dram_floor, ssd_floor)
+        else:
+            of_node.append(Share(salt.decode(), dram_limit, ssd_limit, dram_floor, ssd_floor))
+    return tuple(SaveGrants(node_id, tuple(of_node), fallbacks.get(node_id)) for node_id, of_node in shares.items())
 
 
 def _scope(row: tuple[int, str, bytes | None, int, int | None, str]) -> SaveScope:
