@@ -1,22 +1,33 @@
-"""Namespaces the cluster knows: groups with one layout each, handles, weight epochs."""
+"""Namespaces the cluster knows: groups with one layout each, handles, weight epochs.
+
+The number of a group names its blocks of one weight epoch: a bump gives it a new one, so that whatever went
+by the old number is out of reach at once. Handles stay: they name the group, not its number.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstrata.proto.errors import Busy, FingerprintMismatch
+from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import Namespace
 
 GROUPS_MAX: Final = 4096
 HANDLES_MAX: Final = 1 << 16
+#: Epochs count bumps; a number past this was never one.
+EPOCH_MAX: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What all shards of a group share. ``number`` is this process's name for it; ``epoch`` is durable."""
+    """What all shards of a group share. ``number`` is this process's name for it in this ``epoch``, which is durable.
+
+    ``first`` is the number that it had at first: its story goes by that one.
+    """
 
     number: int
+    first: int
     name: str
     block_bytes: int
     block_tokens: int
@@ -50,8 +61,11 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
-        self._handles: dict[tuple[int, int], int] = {}
+        self._by_number: dict[int, Group] = {}
+        self._numbers = 0
+        self._handles: dict[tuple[str, int], int] = {}
         self._opened: list[Opened] = []
+        self._told: dict[str, int] = {}  #: epochs that nodes know of groups that this master does not
 
     @property
     def groups(self) -> list[Group]:
@@ -59,8 +73,10 @@ class Namespaces:
 
     def restore(self, namespace: Namespace, epoch: int) -> None:
         """Load a durable group at start."""
+        number = self._numbers
         group = Group(
-            len(self._groups),
+            number,
+            number,
             namespace.group,
             namespace.block_bytes,
             namespace.block_tokens,
@@ -68,7 +84,14 @@ class Namespaces:
             namespace.shard_count,
             epoch,
         )
-        self._groups[group.name] = group
+        self._put(group)
+
+    def _put(self, group: Group) -> None:
+        before = self._groups.get(group.name)
+        if before is not None:
+            del self._by_number[before.number]
+        self._numbers += 1
+        self._groups[group.name] = self._by_number[group.number] = group
 
     def register(self, namespace: Namespace) -> tuple[Group, bool]:
         """The group of ``namespace``, and whether it is new (to be made durable).
@@ -83,7 +106,7 @@ class Namespaces:
             return group, False
         if len(self._groups) >= GROUPS_MAX:
             raise Busy(f"{GROUPS_MAX} namespace groups are known, which is the bound: group {namespace.group!r}")
-        self.restore(namespace, epoch=0)
+        self.restore(namespace, epoch=self._told.pop(namespace.group, 0))
         return self._groups[namespace.group], True
 
     def find(self, namespace: Namespace) -> Group | None:
@@ -91,10 +114,55 @@ class Namespaces:
         group = self._groups.get(namespace.group)
         return group if group is not None and group.admits(namespace) else None
 
+    def named(self, name: str) -> Group:
+        """The group of that name; raises :class:`InvalidArgument` when there is none."""
+        group = self._groups.get(name)
+        if group is None:
+            raise InvalidArgument(f"no namespace group {name!r} is known: `kvstrata namespace list` shows them")
+        return group
+
+    def by_number(self, number: int) -> Group | None:
+        """The group that has this number now; None for a number of an earlier epoch."""
+        return self._by_number.get(number)
+
+    # ------------------------------------------------------------------ weight epochs
+
+    @property
+    def epochs(self) -> tuple[tuple[str, int], ...]:
+        """(group, epoch) of every group past epoch 0, those that only nodes know of too."""
+        known = ((group.name, group.epoch) for group in self._groups.values() if group.epoch)
+        return (*known, *self._told.items())
+
+    def bump(self, name: str, epoch: int | None = None) -> Group:
+        """Give a group its next epoch (or ``epoch``) and a new number; O(its handles)."""
+        before = self.named(name)
+        after = replace(before, number=self._numbers, epoch=before.epoch + 1 if epoch is None else epoch)
+        self._put(after)
+        for index, opened in enumerate(self._opened):
+            if opened.group.name == name:
+                self._opened[index] = replace(opened, group=after)
+        return after
+
+    def newer(self, epochs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Those of a node's epochs that are past what is known here; of unknown groups they are remembered."""
+        ahead = []
+        for name, epoch in epochs:
+            group = self._groups.get(name)
+            if not 0 < epoch <= EPOCH_MAX:
+                continue
+            if group is not None:
+                if epoch > group.epoch:
+                    ahead.append((name, epoch))
+            elif name in self._told or len(self._told) < GROUPS_MAX:
+                self._told[name] = max(epoch, self._told.get(name, 0))
+        return ahead
+
+    # ------------------------------------------------------------------ handles
+
     def open(self, namespace: Namespace) -> Opened:
         """The handle of a registered namespace."""
         group = self._groups[namespace.group]
-        key = (group.number, namespace.shard)
+        key = (group.name, namespace.shard)
         handle = self._handles.get(key)
         if handle is None:
             if len(self._opened) >= HANDLES_MAX:
@@ -111,7 +179,11 @@ class Namespaces:
 
     def check(self) -> None:
         assert [opened.handle for opened in self._opened] == list(range(1, len(self._opened) + 1))
-        assert len({group.number for group in self._groups.values()}) == len(self._groups)
+        assert self._by_number == {group.number: group for group in self._groups.values()}
+        assert all(opened.group == self._groups[opened.group.name] for opened in self._opened)
+        assert len({group.first for group in self._groups.values()}) == len(self._groups)
+        assert all(group.number < self._numbers for group in self._groups.values())
+        assert not self._told.keys() & self._groups.keys()
 
 
 def _mismatch(group: Group, namespace: Namespace) -> str:

@@ -163,7 +163,8 @@ class Placement:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
         if not self._intents.live and not self._older.live:
             return np.zeros(len(keys), dtype=np.bool_)
-        return self._intended(keys ^ scope, slots, now) != 0
+        standing: npt.NDArray[np.bool_] = self._intended(keys ^ scope, slots, now) != 0
+        return standing
 
     def _remember(self, scoped: Keys, codes: Codes, now: float) -> None:
         slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)

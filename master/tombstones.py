@@ -48,6 +48,11 @@ class Tombstones:
         """Give out numbers above ``command`` only."""
         self._next = max(self._next, command + 1)
 
+    def take_number(self) -> int:
+        """A number for a command of another kind."""
+        self._next += 1
+        return self._next - 1
+
     def add(self, namespace: Namespace, salt: str, hashes: bytes, nodes: Iterable[str]) -> Tombstone:
         """A new removal that ``nodes`` must confirm. Raises :class:`Busy` at the bound."""
         if len(self._all) >= TOMBSTONES_MAX or self._bytes + len(hashes) > HASH_BYTES_MAX_TOTAL:
@@ -55,8 +60,7 @@ class Tombstones:
                 f"{len(self._all)} removals ({self._bytes} bytes) wait for nodes that are away: bring those nodes "
                 "back, so that they confirm"
             )
-        stone = Tombstone(self._next, namespace, salt, hashes, set(nodes))
-        self._next += 1
+        stone = Tombstone(self.take_number(), namespace, salt, hashes, set(nodes))
         if stone.waiting:
             self._keep(stone)
         return stone

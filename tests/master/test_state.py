@@ -492,9 +492,9 @@ def test_story_tells_what_happened_to_a_block() -> None:
     world.delta(session, 2, remove=[1])
     told = [line.what for line in world.state.story(NS, SALT, hashes(1))]
     assert [what for what in told if what not in ("attached", "joining", "active")] == [
-        "in snapshot",
+        "in snapshot (dram)",
         "reported missing (delta 5)",
-        "removed",
+        "removed (dram)",
     ]
-    assert "added" in [line.what for line in world.state.story(NS, SALT, hashes(2))]
+    assert "added (dram)" in [line.what for line in world.state.story(NS, SALT, hashes(2))]
     assert world.state.story(Namespace("unknown", 1, 1), SALT, hashes(1)) == []
