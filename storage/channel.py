@@ -17,6 +17,7 @@ from typing import Any
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.messages import parsed, reply, u32s
 from kvstrata.storage.movers import Movers
@@ -63,6 +64,7 @@ class NodeChannel:
             Kind.REGISTER_REGION: self._register_region,
             Kind.UNREGISTER_REGION: self._unregister_region,
             Kind.NODE_INFO: self._node_info,
+            Kind.HINT: self._hint,
         }
 
     def session_ended(self, session: Session) -> None:
@@ -79,6 +81,19 @@ class NodeChannel:
 
     def _node_info(self, connection: ServerConnection, frame: Frame) -> Reply:
         return reply(Kind.NODE_INFO_OK, pb.NodeInfoOk(json=json.dumps(dict(self._info()))))
+
+    def _hint(self, connection: ServerConnection, frame: Frame) -> Reply:
+        message = parsed(pb.Hint, frame)
+        try:
+            kind = HintKind(message.kind)
+        except ValueError as error:
+            known = ", ".join(f"{each.value} {each.name.lower()}" for each in HintKind)
+            raise InvalidArgument(f"hint kind {message.kind} is unknown: {known}") from error
+        with self._lock:
+            blocks = self._state.hint(
+                message.ns, message.salt, message.hashes, message.epoch, kind, message.ttl_ms / 1e3, self._clock()
+            )
+        return reply(Kind.HINT_OK, pb.HintOk(blocks=blocks))
 
     def _map_slabs(self, connection: ServerConnection, frame: Frame) -> Reply:
         if not connection.local:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvstrata.storage.report import NodeReport
+from kvstrata.storage.report import Device, NodeReport
 from kvstrata.transfer.web import WebServer
 
 _GAUGES = (
@@ -27,12 +27,27 @@ _GAUGES = (
     ("reservations", "write reservations that stand"),
     ("sessions", "sessions that hold a lease or a reservation"),
     ("salts", "tenants that are charged for something"),
+    ("ssd_bytes", "SSD of the pool on this node, of devices that serve"),
+    ("ssd_bytes_used", "SSD in slots that are taken"),
+    ("ssd_bytes_free", "SSD not in taken slots"),
+    ("ssd_blocks", "blocks that can be read on SSD"),
 )
-#: Outcomes of blocks asked for, and of blocks offered: each family adds up to what was asked.
-_READS = ("hits", "misses")
-_WRITES = ("stored", "already_present", "full", "refused", "aborted", "corrupt")
+#: Outcomes of blocks offered: they add up to what was asked.
+_WRITES = ("stored", "already_present", "full", "quota", "refused", "aborted", "corrupt")
+#: Misses that have a reason of their own; of all others the node has nothing.
+_MISSES = ("epoch", "no_room", "late", "corrupt", "read_error")
+_EVICTIONS = ("quota", "lowered")
 _PLAIN = (
-    ("evicted", "blocks evicted for room"),
+    ("retired", "blocks taken away with their namespace, tenant or weights"),
+    ("hints", "blocks moved by a hint of their owner"),
+    ("demoted", "blocks written to SSD"),
+    ("demoted_bytes", "bytes of slots written to SSD"),
+    ("demote_refused", "blocks for which there was no room on SSD"),
+    ("demote_failed", "blocks that did not get to SSD"),
+    ("evicted_unwritten", "blocks that left DRAM and were not on SSD"),
+    ("promoted", "blocks read from SSD into DRAM"),
+    ("promoted_bytes", "payload bytes read from SSD into DRAM"),
+    ("promote_refused", "blocks on SSD for which there was no room in DRAM"),
     ("slabs_taken_over", "slabs that changed their slot size with blocks in them"),
     ("removed", "blocks removed by order"),
     ("leases_expired", "leases that ended by their deadline"),
@@ -52,11 +67,14 @@ class NodeCollector(Collector):
         totals = self._report.totals()
         for name, text in _GAUGES:
             yield GaugeMetricFamily(f"kvstrata_node_{name}", text, value=getattr(totals, name))
-        yield _outcomes("read_blocks", "blocks asked for, by outcome", _READS, totals.counts)
-        yield _outcomes("write_blocks", "blocks offered, by outcome", _WRITES, totals.counts)
+        counts = totals.counts
+        yield _family("read_blocks", "blocks asked for, by outcome", "outcome", _reads(counts))
+        yield _family("write_blocks", "blocks offered, by outcome", "outcome", {each: counts[each] for each in _WRITES})
+        yield _family("evicted", "blocks evicted, by reason", "reason", _evictions(counts))
         for name, text in _PLAIN:
-            yield CounterMetricFamily(f"kvstrata_node_{name}", text, value=totals.counts[name])
+            yield CounterMetricFamily(f"kvstrata_node_{name}", text, value=counts[name])
         yield self._slots(totals.slots)
+        yield from _devices(totals.devices)
         yield GaugeMetricFamily("kvstrata_node_clients", "client sessions", value=self._report.clients())
         attached = GaugeMetricFamily("kvstrata_node_master_attached", "1 while attached", labels=["master"])
         for link in self._report.links:
@@ -77,11 +95,38 @@ class NodeCollector(Collector):
         return family
 
 
-def _outcomes(name: str, text: str, outcomes: Iterable[str], counts: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(f"kvstrata_node_{name}", text, labels=["outcome"])
-    for outcome in outcomes:
-        family.add_metric([outcome], counts[outcome])
+def _reads(counts: Mapping[str, int]) -> dict[str, int]:
+    """What was asked for, by outcome: all of it, each block once."""
+    misses = {f"miss_{why}": counts[f"misses_{why}"] for why in _MISSES}
+    return {
+        "hit_dram": counts["hits"] - counts["hits_ssd"],
+        "hit_ssd": counts["hits_ssd"],
+        "miss_absent": counts["misses"] - sum(misses.values()),
+        **misses,
+    }
+
+
+def _evictions(counts: Mapping[str, int]) -> dict[str, int]:
+    reasons = {why: counts[f"evicted_{why}"] for why in _EVICTIONS}
+    return {"room": counts["evicted"] - sum(reasons.values()), **reasons, "device": counts["evicted_device"]}
+
+
+def _family(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"kvstrata_node_{name}", text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
     return family
+
+
+def _devices(devices: Sequence[Device]) -> Iterable[Metric]:
+    serving = GaugeMetricFamily("kvstrata_node_device_serving", "1 while an SSD serves", labels=["device"])
+    events = CounterMetricFamily("kvstrata_node_device", "what an SSD has done", labels=["device", "what"])
+    for device in devices:
+        serving.add_metric([device.path], float(device.state == "serving"))
+        for what, count in device.counts.items():
+            events.add_metric([device.path, what], count)
+    yield serving
+    yield events
 
 
 def node_app(report: NodeReport) -> Starlette:

@@ -165,6 +165,7 @@ class Counts:
     retired: int = 0
     slabs_taken_over: int = 0
     removed: int = 0
+    hints: int = 0  #: blocks that a hint moved, in either tier
     leases_expired: int = 0
     reservations_expired: int = 0
     bytes_in: int = 0

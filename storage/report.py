@@ -142,8 +142,11 @@ class NodeReport:
         """What masters are told each second: of tenants, what changed since ``told``."""
         revision = self._commands.kept_revision  # first: what is used is then what these shares allowed
         with self._lock:
-            used = [dict(inventory.policy.charges) for inventory in self._state.tiers()]
+            tiers = self._state.tiers()
+            used = [dict(inventory.policy.charges) for inventory in tiers]
+            wanted = [inventory.take_wanted() for inventory in tiers]
         dram, ssd = used[0], used[1] if len(used) > 1 else {}
+        self._wanted.add(wanted[0], wanted[1] if len(wanted) > 1 else {})
         tenants = self._wanted.report(dram, ssd, told)
         totals = self.totals()
         return control.NodeStatus(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
-from kvstrata.proto.status import BlockStatus, Departure, Tier
+from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.inventory import Inventory
@@ -27,6 +28,13 @@ from kvstrata.storage.slab import Slab
 from kvstrata.storage.ssd.base import SsdStore
 
 log = get_logger(__name__)
+
+#: A tick frees at most so much, in each tier, of what tenants have above their shares: at 20 ticks a second,
+#: 5 GiB a second. A slot may be larger than what is left of it.
+DRAIN_BYTES: Final = 256 << 20
+#: A tick lets go of at most so many blocks whose shelf is retired: a few milliseconds under the lock.
+SWEEP_BLOCKS: Final = 2048
+HINT_MAX_S: Final = 86_400.0
 
 _LOADED = int(BlockStatus.LOADED)
 _MISSING = int(BlockStatus.MISSING)
@@ -343,6 +351,27 @@ class NodeState:
             self.counts.aborted += len(reservation.blocks)
             self.reservations.abort(reservation)
 
+    # ------------------------------------------------------------------ hints
+
+    def hint(self, handle: int, salt: str, hashes: bytes, epoch: int, kind: HintKind, ttl_s: float, now: float) -> int:
+        """What a tenant says of the future of its blocks, for ``ttl_s`` where it asks to keep them.
+
+        Returns how many it changed, in each tier; none when its weight ``epoch`` is not the node's.
+        """
+        entry = self.entry(handle)
+        count = _count(hashes, entry.width)
+        if epoch != entry.epoch:
+            return 0
+        keys = [hashes[start : start + entry.width] for start in range(0, count * entry.width, entry.width)]
+        changed = 0
+        for inventory in self.tiers():
+            inventory.now = now
+            shelf = inventory.shelves.get((handle, salt))
+            if shelf is not None:
+                changed += inventory.hint(shelf, keys, kind, now + min(ttl_s, HINT_MAX_S))
+        self.counts.hints += changed
+        return changed
+
     # ------------------------------------------------------------------ ends
 
     def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> int:
@@ -368,8 +397,14 @@ class NodeState:
         return len(gone)
 
     def expire(self, now: float) -> None:
-        """End every lease and reservation whose deadline has come."""
-        self.inventory.now = now
+        """End every lease, reservation and hint whose deadline has come, and give back a bounded bit of room.
+
+        That is what tenants have above their shares, and what :meth:`set_epoch` and :meth:`drop` took away.
+        """
+        for inventory in self.tiers():
+            inventory.now = now
+            inventory.drain(DRAIN_BYTES)
+            inventory.sweep(SWEEP_BLOCKS)
         self.counts.leases_expired += self.leases.expire(now)
         self.counts.reservations_expired += self.reservations.expire(now)
 

@@ -199,7 +199,7 @@ def test_metrics_have_one_denominator(running: StorageNode) -> None:
     stored(ready)
     _, text = get(ready, "/metrics")
     values = {name: float(value) for name, value in re.findall(r"^(kvstrata\S+) (\S+)$", text, re.M)}
-    assert values['kvstrata_node_read_blocks_total{outcome="hits"}'] == 10
+    assert values['kvstrata_node_read_blocks_total{outcome="hit_dram"}'] == 10
     assert values['kvstrata_node_write_blocks_total{outcome="stored"}'] == 10
     assert values['kvstrata_node_write_blocks_total{outcome="already_present"}'] == 10
     assert values["kvstrata_node_blocks"] == 10
