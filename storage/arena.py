@@ -129,6 +129,10 @@ class Arena(Generic[G]):
         self._generation += 1
         return self._generation
 
+    def pass_generation(self, generation: int) -> None:
+        """No number up to this one is given from here on: an earlier start may have used it."""
+        self._generation = max(self._generation, generation)
+
     def free(self, slab: G, slot: int) -> None:
         """Give one slot back; an empty slab goes back to the free list."""
         slab.give_back(slot)
