@@ -85,20 +85,26 @@ class MasterChannel:
         request = expect(pb.Lookup, frame, Kind.LOOKUP)
         opened = self._hub.opened(request.ns)
         host = connection.owner.hello.boot_id
-        answer, nodes = self._hub.lookup(opened, request.salt, request.hashes, host)
+        answer, nodes = self._hub.lookup(opened, request.salt, request.hashes, host, request.epoch, request.request)
         return Reply(Kind.LOOKUP_OK, lookup_ok(answer, opened.namespace.shard_count, nodes).SerializeToString())
 
     def _place(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Place, frame, Kind.PLACE)
         opened = self._hub.opened(request.ns)
         host = request.boot_id or connection.owner.hello.boot_id
-        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host)
+        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host, request.epoch)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
 
     def _miss_report(self, connection: ServerConnection, frame: Frame) -> None:
         report = expect(pb.MissReport, frame, Kind.MISS_REPORT)
         event = m.MissReport(
-            report.ns, report.salt, report.hashes, report.node_id, report.incarnation, report.delta_seq
+            report.ns,
+            report.salt,
+            report.hashes,
+            report.node_id,
+            report.incarnation,
+            report.delta_seq,
+            report.epoch,
         )
         try:
             self._hub.miss(event)

@@ -195,23 +195,39 @@ class Hub:
         handle, _ = self.open_namespace(namespace)
         return self.opened(handle)
 
-    def lookup(self, opened: Opened, salt: str, hashes: bytes, boot_id: str) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
-        """Where blocks are, and the nodes that the codes' slots name."""
+    def lookup(
+        self,
+        opened: Opened,
+        salt: str,
+        hashes: bytes,
+        boot_id: str,
+        epoch: int | None = None,
+        request: str = "",
+    ) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
+        """Where blocks are, and the nodes that the codes' slots name.
+
+        ``epoch`` is what the asker's handle is pinned to; a named ``request`` can be explained later.
+        """
         began = time.perf_counter()
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
-            answer = self._state.lookup(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
+            now = self._clock()
+            answer = self._state.lookup(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch)
+            if request:
+                self._state.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
         self.metrics.looked_up(answer, time.perf_counter() - began)
         return answer, facts
 
-    def place(self, opened: Opened, salt: str, hashes: bytes, boot_id: str) -> tuple[Placed, dict[int, m.NodeFacts]]:
-        """Where to store blocks, and the nodes that the codes' slots name."""
+    def place(
+        self, opened: Opened, salt: str, hashes: bytes, boot_id: str, epoch: int | None = None
+    ) -> tuple[Placed, dict[int, m.NodeFacts]]:
+        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`."""
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
-            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock())
+            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock(), epoch)
             commands = self._state.taken()
             self._deliver(commands)
             facts = self._state.membership.slot_facts
@@ -235,21 +251,36 @@ class Hub:
         check_salt(salt)
         _whole(hashes, opened.namespace.hash_bytes)
         deadline = time.monotonic() + min(deadline_s, REMOVE_DEADLINE_MAX_S)
-        with self._lock:
-            removal, commands = self._state.remove(opened.namespace, salt, hashes, self._clock())
-            self._deliver(commands)
-        self._settle(commands)
-        with self._lock:
-            while True:
-                unreached = self._state.tombstones.unconfirmed(removal.command)
-                left = deadline - time.monotonic()
-                if left <= 0 or not removal.awaited.intersection(unreached):
-                    break
-                self._confirmed.wait(min(left, REMOVE_POLL_S))
+        removal = self.order(lambda state, now: state.remove(opened.namespace, salt, hashes, now))
+        unreached = self.confirmations(removal.command, removal.awaited, deadline)
         if unreached and not self.journal.flush():
             problem = self.journal.problem() or "the state store is slow"
             raise Unavailable(f"removed, but {', '.join(unreached)} may not learn of it after a restart: {problem}")
         return Removed(removal.removed, unreached)
+
+    # ------------------------------------------------------------------ orders to nodes
+
+    def order(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]]) -> T:
+        """Change the state under the lock, and carry out what follows."""
+        with self._lock:
+            result, commands = change(self._state, self._clock())
+            self._deliver(commands)
+        self._settle(commands)
+        return result
+
+    def confirmations(self, command: int, awaited: frozenset[str], deadline: float) -> list[str]:
+        """Wait until the ``awaited`` nodes have confirmed; returns all nodes that have not.
+
+        A node is waited for while it is attached: one that falls silent leaves after ``OFFLINE_S``, nobody is
+        sent there any more, and before it serves again it attaches and is told. ``deadline`` is monotonic time.
+        """
+        with self._lock:
+            while True:
+                unreached = self._state.unconfirmed(command)
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._state.attached(awaited.intersection(unreached)):
+                    return unreached
+                self._confirmed.wait(min(left, REMOVE_POLL_S))
 
     def heartbeat(self, event: m.Heartbeat) -> bool:
         """True when this incarnation of the node is attached here."""

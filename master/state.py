@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from kvstrata.master.attachment import Outcome
 from kvstrata.master.chronicle import Chronicle, Line, Scope
 from kvstrata.master.clearing import Cleared, Clearing
 from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.lookups import LookedUp, left, nothing_found, reasons_of
+from kvstrata.master.lookups import REQUEST_CHARACTERS_MAX, Asked, LookedUp, LookupLog, left, nothing_found, reasons_of
 from kvstrata.master.membership import Membership
 from kvstrata.master.misses import MissReason, departed
 from kvstrata.master.namespaces import Group, Namespaces, Opened
@@ -74,6 +74,7 @@ class MasterState:
         self.placement = Placement(rng)
         self.tombstones = Tombstones()
         self.chronicle = Chronicle()
+        self.requests = LookupLog()
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
         self.quotas = Quotas(self._emit, rng.getrandbits(31) << 24)
@@ -289,6 +290,14 @@ class MasterState:
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
+    def note_lookup(self, request: str, opened: Opened, salt: str, keys: Keys, answer: LookedUp, now: float) -> None:
+        """Remember a lookup by the name of the request that it was for."""
+        name = request[:REQUEST_CHARACTERS_MAX]
+        table = TableKey(opened.group.number, opened.namespace.shard, salt)
+        hit = answer.found.hit_blocks
+        reason = MissReason(int(answer.reasons[0])) if len(answer.reasons) else None
+        self.requests.note(Asked(name, opened.group.name, table, keys, hit, reason, now))
+
     def _in_flight(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
         return self.placement.in_flight(keys, self._scope(table), set(self.membership.slot_facts), now)
 
@@ -390,6 +399,11 @@ class MasterState:
         """Forget a tenant, a namespace, or both: see :meth:`Clearing.drop`."""
         return self.clearing.drop(group, salt, erase, now), self._take_out()
 
+    def attached(self, node_ids: Iterable[str]) -> list[str]:
+        """Those of the nodes that are attached now."""
+        known = [self.nodes.get(node_id) for node_id in node_ids]
+        return [node.node_id for node in known if node is not None and node.attachment is not None]
+
     def unconfirmed(self, command: int) -> list[str]:
         """Nodes that have not confirmed a removal, a drop or a bump; empty when it is done."""
         return self.tombstones.unconfirmed(command) or self.clearing.scopes.unconfirmed(command)
@@ -428,6 +442,7 @@ class MasterState:
         self.membership.check()
         self.placement.check()
         self.tombstones.check()
+        self.requests.check()
         self.clearing.scopes.check()
         self.quotas.check()
         assert not self._out
