@@ -41,6 +41,7 @@ class Plan:
     restart: bool = False
     json_logs: bool = False
     log_level: str = "info"
+    ssd_bytes: int | None = None
 
     def port(self, offset: int) -> str:
         return f"127.0.0.1:{self.port_base + offset if self.port_base else 0}"
@@ -86,7 +87,7 @@ class Cluster:
     def ready(self) -> Facts:
         """The facts of the ready line; only after ``start`` returned True."""
         master, *nodes = (member.facts or {} for member in self._members.values())
-        told = ("node_id", "pid", "channel", "unix", "http", "dram_bytes")
+        told = ("node_id", "pid", "channel", "unix", "http", "dram_bytes", "ssd_bytes")
         return {
             "event": "ready",
             "role": "dev",
@@ -149,6 +150,8 @@ class Cluster:
         arguments = ["storage", "--master", str(above["channel"])]
         arguments += ["--listen", self._plan.port(10 + 2 * index), "--http", self._plan.port(11 + 2 * index)]
         arguments += ["--data", str(self._plan.home / member.name), "--dram", str(self._plan.dram_bytes)]
+        if self._plan.ssd_bytes:
+            arguments += ["--ssd", f"{self._plan.home / member.name / 'ssd'}={self._plan.ssd_bytes}"]
         return arguments + (["--slab", str(self._plan.slab_bytes)] if self._plan.slab_bytes else [])
 
     def _await(self, group: list[Member], stopped: Callable[[float], bool]) -> bool:

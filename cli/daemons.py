@@ -10,8 +10,9 @@ import typer
 from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
 from kvstrata.cli.settings import load_config
-from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, size_flag
+from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, parse_size, size_flag
 from kvstrata.proto.errors import ConfigError
+from kvstrata.storage.ssd_policy import SsdPolicy
 
 DRAM_BYTES_MIN = 8 << 20
 
@@ -55,7 +56,18 @@ def storage(
         "kvstrata-data"
     ),
     dram: Annotated[int, size_flag(help="Memory for blocks, as 512MiB or 64GiB.")] = 1 << 30,
-    ssd: Annotated[str | None, typer.Option(help="PATH=SIZE of an SSD tier (not in this version).")] = None,
+    ssd: Annotated[
+        list[str] | None,
+        typer.Option(help="PATH=SIZE: a directory on an SSD, and how much of it; again for each device."),
+    ] = None,
+    ssd_policy: Annotated[
+        SsdPolicy,
+        typer.Option(help="When blocks go to SSD: before DRAM is full, at once, or never."),
+    ] = SsdPolicy.DEMOTE,
+    ssd_daily_writes: Annotated[
+        int | None,
+        size_flag(help="Bytes a day that may be written to SSD; when short, only blocks used again are."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Node id; kept in the data directory from then on.")] = None,
     hugepages: Annotated[bool, typer.Option(help="Back blocks with huge pages.")] = False,
     slab: Annotated[
@@ -68,7 +80,6 @@ def storage(
     """Run a storage node: it holds blocks and serves them to clients."""
     with expected_errors():
         configure_logs(log_format, log_level)
-        refuse_ssd(ssd)
         if dram < DRAM_BYTES_MIN:
             raise ConfigError(f"--dram is {format_size(dram)}: a node needs at least {format_size(DRAM_BYTES_MIN)}")
         from kvstrata.storage.daemon import StorageConfig, run
@@ -82,11 +93,16 @@ def storage(
             name=name,
             hugepages=hugepages,
             slab_bytes=slab,
+            ssd=tuple(parse_device(each) for each in ssd or ()),
+            ssd_policy=ssd_policy,
+            ssd_daily_writes=ssd_daily_writes,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 
 
-def refuse_ssd(ssd: object) -> None:
-    """The SSD tier is not there yet: say so instead of ignoring the flag."""
-    if ssd is not None:
-        raise ConfigError("the SSD tier is not in this version: leave --ssd out")
+def parse_device(text: str) -> tuple[Path, int]:
+    """The directory and bytes of ``PATH=SIZE``; raises :class:`ConfigError` with an example."""
+    path, equals, size = text.rpartition("=")
+    if not equals or not path or not size:
+        raise ConfigError(f"--ssd {text!r}: write the directory and how much of it to use, as /mnt/nvme0/kv=800GiB")
+    return Path(path), parse_size(size)

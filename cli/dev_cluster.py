@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.cli.daemons import Config, Format, Level, refuse_ssd
+from kvstrata.cli.daemons import Config, Format, Level
 from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
 from kvstrata.cli.sizes import size_flag
@@ -27,7 +27,7 @@ def dev(
     config: Config = None,
     nodes: Annotated[int, typer.Option(help="Storage nodes.", min=1, max=NODES_MAX)] = 2,
     dram: Annotated[int, size_flag(help="Memory of each node.")] = 512 << 20,
-    ssd: Annotated[str | None, typer.Option(help="SSD of each node (not in this version).")] = None,
+    ssd: Annotated[int | None, size_flag(help="Room on this machine's disk for each node's SSD tier.")] = None,
     port_base: Annotated[int, typer.Option(help="First port; 0 picks free ones.", min=0, max=60000)] = 7400,
     data: Annotated[Path | None, typer.Option(help="Keep state here; by default it goes with the cluster.")] = None,
     slab: Annotated[int | None, size_flag(help="Bytes of one slab.")] = None,
@@ -38,12 +38,12 @@ def dev(
     """Run a master and some storage nodes on this machine; Ctrl-C ends all."""
     with expected_errors():
         configure_logs(log_format, log_level)
-        refuse_ssd(ssd)
         from kvstrata.cli.cluster import Cluster, Plan
 
         with _stop_signals() as stopped, _home(data) as home:
             as_json = log_format is LogFormat.json
-            cluster = Cluster(Plan(home, nodes, dram, slab, port_base, restart, as_json, log_level.value))
+            plan = Plan(home, nodes, dram, slab, port_base, restart, as_json, log_level.value, ssd_bytes=ssd)
+            cluster = Cluster(plan)
             try:
                 if cluster.start(stopped.wait):
                     ready_printer(log_format)(cluster.ready())

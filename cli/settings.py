@@ -34,7 +34,11 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     for key in values:
         if _canonical(key) not in names:
             raise ConfigError(f"{path}: unknown key {key!r}{_nearest(_canonical(key), names)}")
-    ctx.default_map = {**(ctx.default_map or {}), **{_canonical(key): value for key, value in values.items()}}
+    given = {_canonical(key): value for key, value in values.items()}
+    for parameter in ctx.command.params:  # what may be given several times may be written without a list once
+        if getattr(parameter, "multiple", False) and isinstance(given.get(parameter.name or ""), str):
+            given[parameter.name or ""] = [given[parameter.name or ""]]
+    ctx.default_map = {**(ctx.default_map or {}), **given}
     return path
 
 

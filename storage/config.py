@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
+from kvstrata.storage.ssd.base import SsdStore
+from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
 
 #: Left for everything else of the process and the machine.
 MEMORY_SPARE_BYTES: Final = 64 << 20
+#: Less than this on a device is a mistake in the units.
+SSD_BYTES_MIN: Final = 8 << 20
 _CGROUP_MAX: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_NOW: Final = Path("/sys/fs/cgroup/memory.current")
 
@@ -21,7 +25,8 @@ class StorageConfig:
     """Addresses are ``HOST:PORT``, port 0 picks a free one; ``masters`` are channel addresses.
 
     ``name`` becomes the node id when the data directory is new. ``slab_bytes`` None: an eighth of DRAM,
-    4 to 256 MiB.
+    4 to 256 MiB. ``ssd`` are directories, one a device, with the bytes to use of each; ``ssd_daily_writes``
+    None: as many as come.
     """
 
     masters: tuple[str, ...]
@@ -32,6 +37,9 @@ class StorageConfig:
     name: str | None = None
     hugepages: bool = False
     slab_bytes: int | None = None
+    ssd: tuple[tuple[Path, int], ...] = ()
+    ssd_policy: SsdPolicy = SsdPolicy.DEMOTE
+    ssd_daily_writes: int | None = None
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""
@@ -48,7 +56,36 @@ class StorageConfig:
                 f"dram of {self.dram_bytes >> 20} MiB is more than the {available >> 20} MiB this machine "
                 "has available: choose a smaller --dram"
             )
+        self._validate_ssd()
         return self
+
+    def _validate_ssd(self) -> None:
+        seen: set[Path] = set()
+        for path, nbytes in self.ssd:
+            real = path.resolve()
+            if real in seen:
+                raise ConfigError(f"--ssd names {path} twice: one directory a device")
+            seen.add(real)
+            if nbytes < SSD_BYTES_MIN:
+                raise ConfigError(
+                    f"--ssd {path} is given {nbytes} bytes: at least {SSD_BYTES_MIN >> 20}MiB (as {path}=100GiB)"
+                )
+        if self.ssd_daily_writes is not None and self.ssd_daily_writes <= 0:
+            raise ConfigError(
+                f"--ssd-daily-writes is {self.ssd_daily_writes}: give the bytes a day that the devices are rated for, "
+                "or --ssd-policy off to write nothing"
+            )
+        if not self.ssd and (self.ssd_daily_writes is not None or self.ssd_policy is not SsdPolicy.DEMOTE):
+            raise ConfigError("--ssd-policy and --ssd-daily-writes need an SSD: add --ssd PATH=SIZE")
+
+
+def open_store(config: StorageConfig, node_id: str) -> SsdStore | None:
+    """The node's SSDs, locked and ready to be scanned; None when it has none. Raises :class:`ConfigError`."""
+    if not config.ssd:
+        return None
+    from kvstrata.storage.ssd.log import DeviceConfig, SsdLog
+
+    return SsdLog.open([DeviceConfig(path, nbytes) for path, nbytes in config.ssd], node_id=node_id)
 
 
 def memory_available() -> int:

@@ -24,12 +24,14 @@ from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
-from kvstrata.storage.config import StorageConfig
+from kvstrata.storage.config import StorageConfig, open_store
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.policies import PolicyFile
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.sidecar import Sidecar
+from kvstrata.storage.ssd.base import SsdStore
+from kvstrata.storage.ssd_tier import SsdTier
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.identity import SOFTWARE, boot_id
 from kvstrata.transfer.loops import Loop, Loops
@@ -70,9 +72,15 @@ class StorageNode:
             self.directory.close()
             raise
         self._ends.append(self.arena.close)
-        self.state = NodeState(self.arena, quotas=quotas)
+        try:
+            store = open_store(config, self.identity.node_id)
+        except BaseException:
+            self.stop()
+            raise
+        self.state = NodeState(self.arena, quotas=quotas, ssd=store)
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
+        self.ssd = self._ssd_tier(store) if store is not None else None
         self.commands = Commands(self.state, self.lock, policies)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
@@ -83,6 +91,11 @@ class StorageNode:
         self.report = NodeReport(
             self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )
+
+    def _ssd_tier(self, store: SsdStore) -> SsdTier:
+        self._ends.append(store.close)
+        policy, daily_writes = self.config.ssd_policy, self.config.ssd_daily_writes
+        return SsdTier(store, self.state, self.lock, self._changed, policy=policy, daily_writes=daily_writes)
 
     # ------------------------------------------------------------------ start
 
@@ -98,9 +111,16 @@ class StorageNode:
         web = serve_http(self.report, self.config.http)
         self._ends.append(web.stop)
         self.http = web.address
-        handlers = NodeChannel(self.state, self.lock, changed=self._changed, info=self.report.health)
+        movers = None
+        if self.ssd is not None:
+            self.ssd.recover()
+            movers = self.ssd.movers
+        handlers = NodeChannel(self.state, self.lock, changed=self._changed, info=self.report.health, movers=movers)
         self.server = ChannelServer(handlers.handlers(), self._hello, handlers.session_ended, self.loops)
         self._ends.append(lambda: self.loops.stop(STOP_S))
+        if self.ssd is not None:
+            self.ssd.start(self.loops)
+            self._ends.append(self.ssd.stop)
         self._ends.append(lambda: self.server.stop(STOP_S))
         self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
         orders = self.loops.add(Loop("commands", TURN_S, self.commands.turn, bound_s=TURN_BOUND_S))
@@ -143,6 +163,7 @@ class StorageNode:
             "unix": str(self.unix_path),
             "http": self.http,
             "dram_bytes": self.arena.bytes_total,
+            **(self.ssd.facts() if self.ssd is not None else {}),
             "pid": os.getpid(),
         }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from kvstrata.proto.status import BlockStatus, Departure
@@ -22,6 +21,7 @@ from kvstrata.storage.leases import LeaseBook
 from kvstrata.storage.quarantine import Quarantine
 from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block, Counts, Lease, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
+from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.storage.write_budget import Allowance, WriteBudget
 
 #: Blocks of one tenant in one namespace read by one mover at a time, so that several read side by side.
@@ -45,17 +45,10 @@ _IN_FLIGHT = int(BlockStatus.IN_FLIGHT)
 _MISSING = int(BlockStatus.MISSING)
 
 
-class SsdPolicy(Enum):
-    """When blocks are written to SSD."""
-
-    DEMOTE = "demote"  #: in the background, the coldest first, before DRAM is full
-    WRITE_THROUGH = "write-through"  #: each at once; the writer's answer says that it is durable
-    OFF = "off"  #: never; what is there can be read
-
-
 @dataclass(eq=False, slots=True)
 class Move:
-    """``source[i]`` travels to ``target[i]``; ``parts`` reserve runs of the targets, ``hold`` leases the sources.
+    """``source[i]`` travels to ``target[i]``; ``parts`` reserve runs of the targets, one shelf each; ``holds`` lease
+    the sources likewise.
 
     ``readers`` wait for what arrives; it is leased for them (``lease``) the moment it is there. ``ahead``:
     nobody asked for it yet. ``failed`` says by hash why something did not arrive.
@@ -64,7 +57,7 @@ class Move:
     source: list[Block]
     target: list[Block]
     parts: list[Reservation]
-    hold: Lease
+    holds: list[Lease]
     up: bool
     readers: int = 0
     ahead: bool = False
@@ -192,6 +185,7 @@ class TierMoves:
         # More than half of the SSD: what is written first would leave before it is needed.
         window = min(used - int(LOW_WATERMARK * total), self.ssd.inventory.arena.bytes_total // 2)
         windows: dict[str, int] = {}
+        chosen: dict[Block, None] = {}
         found = 0
         for block in inventory.coldest_blocks(inventory.visible if everything else SCAN_BLOCKS):
             nbytes, salt = block.slab.slot_bytes, block.shelf.salt
@@ -203,11 +197,21 @@ class TierMoves:
             windows[salt] -= nbytes
             if allowance is Allowance.SHORT and block.stamp == block.born:
                 continue
-            if wanted and self._to_write(block):
-                self._dirty.append(block)
-                found += nbytes
+            if wanted:
+                found += self._choose(block, chosen)
                 if found >= FOUND_BYTES and not everything:
-                    return
+                    break
+        self._dirty.extend(chosen)
+
+    def _choose(self, block: Block, chosen: dict[Block, None]) -> int:
+        """A block, and those before it that the policy has set aside because of it: they leave right after it."""
+        nbytes = 0
+        above: Block | None = block
+        while above is not None and above not in chosen and self._to_write(above):
+            chosen[above] = None
+            nbytes += above.slab.slot_bytes
+            above = above.parent if above.parent is not None and above.parent.parked else None
+        return nbytes
 
     def _down(self, batch: Sequence[Block], now: float) -> Move | None:
         """Reserve room on SSD for blocks, coldest first; what gets none is not asked for again until it is used."""
@@ -221,18 +225,21 @@ class TierMoves:
         source: list[Block] = []
         target: list[Block] = []
         parts: list[Reservation] = []
+        holds: list[Lease] = []
         for shelf, blocks in shelves.items():
             there = ssd.inventory.shelf(shelf.entry, shelf.salt)
             granted = self._reserve(ssd, there, blocks, now)
             self.counts.demote_refused += len(blocks) - len(granted)
             if granted:
-                source.extend(blocks[: len(granted)])
+                copied = blocks[: len(granted)]
+                source.extend(copied)
                 target.extend(granted)
+                holds.append(self.dram.leases.hold(copied, now))
                 parts.append(self._grant(ssd, there, granted, now))
         if not source:
             return None
         self.budget.spend(sum(block.slab.slot_bytes for block in target), now)
-        move = Move(source, target, parts, self.dram.leases.hold(source, now), up=False)
+        move = Move(source, target, parts, holds, up=False)
         self._moves.add(move)
         return move
 
@@ -244,8 +251,7 @@ class TierMoves:
         self.counts.demoted += sum(durable)
         self.counts.demoted_bytes += sum(b.slab.slot_bytes for b, ok in zip(move.target, durable, strict=True) if ok)
         self.counts.demote_failed += durable.count(False)
-        self._finish(move)
-        self.dram.leases.end(move.hold)
+        self._finish(move, self.dram)
         return durable
 
     def evicted(self, block: Block) -> None:
@@ -361,7 +367,7 @@ class TierMoves:
         for start in range(0, len(granted), step):
             target, source = granted[start : start + step], cold[start : min(start + step, len(granted))]
             part = self._grant(dram, there, target, now)
-            move = Move(source, target, [part], ssd.leases.hold(source, now), up=True)
+            move = Move(source, target, [part], [ssd.leases.hold(source, now)], up=True)
             self._arriving.update(dict.fromkeys(target, move))
             self._moves.add(move)
             moves.append(move)
@@ -392,8 +398,7 @@ class TierMoves:
         self._wanted(move)
         for block in move.target:
             del self._arriving[block]
-        self._finish(move)
-        ssd.leases.end(move.hold)
+        self._finish(move, ssd)
 
     def _gone_bad(self, block: Block, status: int, now: float) -> None:
         if status == BlockStatus.CORRUPT:
@@ -443,9 +448,11 @@ class TierMoves:
                 visible.extend([False] * len(mask))
         return visible
 
-    def _finish(self, move: Move) -> None:
+    def _finish(self, move: Move, source: TierBooks) -> None:
         move.over = True
         self._moves.discard(move)
+        for hold in move.holds:
+            source.leases.end(hold)
 
     def expire(self, now: float) -> None:
         """Give up what took too long, let go of old quarantine. Called now and then."""

@@ -25,7 +25,7 @@ from kvstrata.storage.receiver import mismatched, receive
 from kvstrata.storage.records import Reservation
 from kvstrata.storage.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
-from kvstrata.storage.tiers import SsdPolicy
+from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection

@@ -120,6 +120,13 @@ def test_a_missing_file_and_an_unknown_variable_are_refused() -> None:
     assert done.returncode == 2 and "KVSTRATA_MASTER_LISTEN" in done.stderr
 
 
+def test_one_device_in_a_file_needs_no_list(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    for devices in ("/a=1KiB", "[/a=1KiB]"):
+        config.write_text(f"storage:\n  ssd: {devices}\n")
+        assert "/a is given 1024 bytes" in run("storage", "--config", str(config)).stderr
+
+
 def test_what_kubernetes_says_of_a_service_is_no_option() -> None:
     """A service called kvstrata-storage puts such variables into every container of its namespace."""
     link = {"KVSTRATA_STORAGE_SERVICE_HOST": "10.0.0.1", "KVSTRATA_STORAGE_PORT": "tcp://10.0.0.1:7410"}
@@ -130,7 +137,12 @@ def test_what_kubernetes_says_of_a_service_is_no_option() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["storage", "--ssd", "x=1GiB"], 2, "not in this version"),
+        (["storage", "--ssd", "1GiB"], 2, "/mnt/nvme0/kv=800GiB"),
+        (["storage", "--ssd", "x=1potato"], 2, "not a size"),
+        (["storage", "--ssd", "x=1KiB"], 2, "at least 8MiB"),
+        (["storage", "--ssd", "x=1GiB", "--ssd", "./x=1GiB"], 2, "twice"),
+        (["storage", "--ssd-policy", "off"], 2, "add --ssd"),
+        (["storage", "--ssd", "x=1GiB", "--ssd-daily-writes", "0"], 2, "--ssd-policy off"),
         (["storage", "--dram", "5x"], 2, "not a size"),
         (["master", "--listen", "nonsense"], 2, "HOST:PORT"),
         (["master", "--listen", "192.0.2.1:0", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"], 2, "cannot listen"),
