@@ -22,6 +22,8 @@ from kvstrata.storage.records import Block
 SECTOR_BYTES: Final = 4096
 #: A slot begins with a header of this size; the payload follows, padded to whole sectors.
 HEADER_BYTES: Final = SECTOR_BYTES
+#: A read that is not back by then is given up, unless its caller says otherwise.
+READ_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class DeviceState:
     state: str = "scanning"  #: "scanning" | "serving" | "failed"
     nbytes: int = 0
     problem: str = ""
+    direct: bool = True  #: past the page cache; False where the file system cannot
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -117,19 +120,27 @@ class SsdStore(Protocol):
     def write(self, items: Sequence[tuple[Block, SlotHeader, memoryview]]) -> list[bool]:
         """Write payloads (``block_bytes`` each) and headers to the blocks' slots; True where flushed.
 
-        One flush a device and call: give it batches. The caller keeps slots and payloads from changing.
+        One flush a device and call: give it batches. The caller keeps slots and payloads from changing until the
+        return. It comes when the device has answered or is out, ``STUCK_S`` (storage/ssd/device.py) at most
+        after its last sign of life: sooner would let a late write land on a slot that is used again.
         """
         ...
 
-    def read(self, blocks: Sequence[Block], into: Sequence[memoryview]) -> list[BlockStatus]:
+    def read(
+        self, blocks: Sequence[Block], into: Sequence[memoryview], *, timeout_s: float = READ_TIMEOUT_S
+    ) -> list[BlockStatus]:
         """Read and verify: LOADED, CORRUPT (header, key, generation or checksum differ) or READ_ERROR.
 
-        ``into``: ``block_bytes`` each; page-aligned memory is read into directly.
+        ``into``: writable, ``block_bytes`` each. What is not there by ``timeout_s`` is READ_ERROR. No memory of
+        the caller's is touched after the return, also not by a thread that a device keeps waiting.
         """
         ...
 
     def record(self, removals: Sequence[Removal]) -> bool:
-        """Make removals durable: True when no restart can find those blocks again (on the devices that serve)."""
+        """Make removals durable: True when no restart can find those blocks again (on the devices that serve).
+
+        False when no device serves, or one is full of removals that it has not compacted yet: try again.
+        """
         ...
 
     def erase(self, places: Sequence[tuple[Extent, int]]) -> bool:
