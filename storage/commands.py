@@ -13,17 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, KVError
 from kvstrata.proto.keys import Namespace, check_salt
 from kvstrata.proto.logs import get_logger
+from kvstrata.storage.eraser import Eraser
 from kvstrata.storage.policies import Policies, PolicyFile
 from kvstrata.storage.quotas import NodeShare, share_problem
-from kvstrata.storage.records import Lease
-from kvstrata.storage.ssd.base import Removal
-from kvstrata.storage.state import NodeState
+from kvstrata.storage.records import Lease, Shelf
+from kvstrata.storage.ssd.base import Extent, Removal
+from kvstrata.storage.state import NodeState, in_scope
 
 log = get_logger(__name__)
 
@@ -33,17 +34,23 @@ TURN_S: Final = 0.05
 TURN_BOUND_S: Final = 30.0
 #: Orders that wait for their turn.
 WAITING_MAX: Final = 4096
-#: Reads of what an order took away end within this, or the order fails.
-READS_S: Final = 10.0
-#: The file is tried again this long after it could not be written.
+#: An order fails when nothing has come of it for this long: a file or a device that does not take it, reads of
+#: what it took away that do not end.
+ORDER_S: Final = 30.0
+#: A file or a device that failed is tried again after this.
 RETRY_S: Final = 1.0
+#: Slots overwritten in one step.
+ERASE_BLOCKS: Final = 256
 
 Confirm = Callable[[control.CommandDone], None]
 
 
 @dataclass(slots=True)
 class _Order:
-    """``reads`` were under way when it came: they may still send what it took away. ``kept``: it needs the file."""
+    """``reads`` were under way when it came: they may still send what it took away. ``kept``: it needs the file.
+
+    ``erase`` are shelves whose slots are to be overwritten.
+    """
 
     command: int
     confirm: Confirm
@@ -51,10 +58,14 @@ class _Order:
     kept: bool = False
     removal: Removal | None = None
     reads: list[Lease] = field(default_factory=list)
+    erase: list[Shelf] = field(default_factory=list)
+    left: int = 0
 
 
 class Commands:
     """Over one node's state and its lock. ``file`` None: nothing outlives the process (tests).
+
+    ``eraser`` is that of the node's SSDs, if it has some.
 
     Methods other than :meth:`turn` may be called by any thread that does not hold the lock.
     """
@@ -64,6 +75,7 @@ class Commands:
         state: NodeState,
         lock: threading.Lock,
         file: PolicyFile | None = None,
+        eraser: Eraser | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kept_revision = state.quotas.revision  #: of the shares that hold and would survive a restart; 0: none yet
@@ -71,6 +83,7 @@ class Commands:
         self._state = state
         self._lock = lock
         self._file = file
+        self._eraser = eraser
         self._clock = clock
         self._changes = 0
         self._kept = 0
@@ -78,7 +91,9 @@ class Commands:
         self._file_problem = ""
         self._shares_problem = ""
         self._fresh: deque[_Order] = deque()
-        self._reading: list[_Order] = []
+        self._unkept: list[_Order] = []
+        self._erase_at = 0.0
+        self._ending: list[_Order] = []
 
     def problem(self) -> str:
         """Why what masters say is not kept, or an empty string."""
@@ -128,7 +143,7 @@ class Commands:
             elif not message.command:
                 return
             removal = self._removal(group=message.group, epoch=self._state.known.epoch(message.group))
-            order = _Order(message.command, confirm, now + READS_S, True, removal, self._state.leases.sending())
+            order = _Order(message.command, confirm, now + ORDER_S, True, removal, self._state.leases.sending())
         self._take(order)
 
     def drop(self, message: control.DropCommand, confirm: Confirm) -> None:
@@ -136,9 +151,11 @@ class Commands:
         salt = None if message.any_salt else message.salt
         with self._lock:
             now = self._clock()
+            erase = self._claim(message.group, salt) if message.erase else []
             self._state.drop(message.group, salt, now)
             removal = self._removal(group=message.group, salt=salt)
-            order = _Order(message.command, confirm, now + READS_S, False, removal, self._state.leases.sending())
+            reads = self._state.leases.sending()
+            order = _Order(message.command, confirm, now + ORDER_S, False, removal, reads, erase)
         self._take(order)
 
     def remove(self, message: control.RemoveCommand, confirm: Confirm) -> None:
@@ -155,8 +172,11 @@ class Commands:
             now = self._clock()
             self._state.remove(namespace, message.salt, message.hashes, now)
             removal = self._removal(namespace=namespace, salt=message.salt, hashes=message.hashes)
-            order = _Order(message.command, confirm, now, removal=removal)
+            order = _Order(message.command, confirm, now + ORDER_S, removal=removal)
         self._take(order)
+
+    def _claim(self, group: str, salt: str | None) -> list[Shelf]:
+        return self._eraser.claim(lambda shelf: in_scope(shelf, group, salt)) if self._eraser is not None else []
 
     def _removal(
         self,
@@ -184,15 +204,23 @@ class Commands:
     def turn(self) -> None:
         """Make what was ordered so far last, then confirm it. For one thread."""
         fresh = [self._fresh.popleft() for _ in range(len(self._fresh))]
+        if self._clock() >= self._retry_at:
+            fresh = [*self._unkept, *fresh]
+            self._unkept = []
         unkept = self._keep(urgent=any(order.kept for order in fresh))
         unrecorded = self._record([order.removal for order in fresh if order.removal is not None])
+        if unkept or unrecorded:
+            self._retry_at = self._clock() + RETRY_S
         for order in fresh:
             error = (unkept if order.kept else "") or (unrecorded if order.removal is not None else "")
-            if error:
+            if not error:
+                self._ending.append(order)
+            elif self._clock() >= order.deadline:
                 _end(order, error)
             else:
-                self._reading.append(order)
-        self._confirm_read()
+                self._unkept.append(order)
+        self._erase()
+        self._confirm_ended()
 
     def _keep(self, urgent: bool) -> str:
         """Write the file if there is news for it; why it could not be, or an empty string."""
@@ -208,7 +236,6 @@ class Commands:
             try:
                 self._file.save(policies)
             except OSError as error:
-                self._retry_at = now + RETRY_S
                 problem = f"cannot write {self._file.path}: {error.strerror or error}"
                 if problem != self._file_problem:
                     log.error("shares and weight epochs are not kept", reason=problem)
@@ -227,22 +254,50 @@ class Commands:
             return ""
         return "the node's devices did not record it: it may come back when the node restarts"
 
-    def _confirm_read(self) -> None:
-        """Confirm those whose reads have ended."""
-        if not self._reading:
+    def _erase(self) -> None:
+        """Overwrite what was dropped, for one turn's time; what has not been let go of yet comes later."""
+        eraser, store, ssd = self._eraser, self._state.store, self._state.ssd
+        if eraser is None or store is None or ssd is None or self._clock() < self._erase_at:
+            return
+        until = self._clock() + TURN_S
+        while True:
+            with self._lock:
+                if len(eraser.kept) < ERASE_BLOCKS:
+                    ssd.sweep(ERASE_BLOCKS)
+                blocks = eraser.take(ERASE_BLOCKS)
+            if not blocks:
+                return
+            erased = store.erase([(cast(Extent, block.slab), block.slot) for block in blocks])
+            with self._lock:
+                eraser.done(blocks, erased)
+            if not erased:
+                self._erase_at = self._clock() + RETRY_S
+                return
+            if self._clock() >= until:
+                self.wake()
+                return
+
+    def _confirm_ended(self) -> None:
+        """Confirm those of which nothing is left to be read or overwritten."""
+        if not self._ending:
             return
         now = self._clock()
         with self._lock:
-            standing = [sum(self._state.leases.stands(lease) for lease in order.reads) for order in self._reading]
+            standing = [sum(self._state.leases.stands(lease) for lease in order.reads) for order in self._ending]
+            left = [self._eraser.left(order.erase) if self._eraser is not None else 0 for order in self._ending]
         waiting = []
-        for order, reads in zip(self._reading, standing, strict=True):
-            if not reads:
+        for order, reads, slots in zip(self._ending, standing, left, strict=True):
+            if slots != order.left:
+                order.left, order.deadline = slots, now + ORDER_S  # it goes on
+            if not reads and not slots:
                 _end(order, "")
-            elif now >= order.deadline:
+            elif now < order.deadline:
+                waiting.append(order)
+            elif reads:
                 _end(order, f"{reads} reads that began before are still being sent")
             else:
-                waiting.append(order)
-        self._reading = waiting
+                _end(order, f"{slots} slots on SSD are not overwritten yet: the node goes on trying")
+        self._ending = waiting
 
 
 def shares_told(shares: Iterable[NodeShare]) -> list[control.Share]:

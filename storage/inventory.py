@@ -7,9 +7,9 @@ together. It knows nothing of sessions or deadlines.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
@@ -20,6 +20,9 @@ from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf
 from kvstrata.storage.story import HASHES_MAX as STORY_BLOCKS
 from kvstrata.storage.story import Story
+
+if TYPE_CHECKING:
+    from kvstrata.storage.eraser import Eraser
 
 #: Retired blocks that one admission lets go of at most, and beyond its need in one step.
 SWEEP_AT_ADMISSION: Final = 4096
@@ -59,6 +62,8 @@ class Inventory:
         self.quotas = quotas
         #: Called for each block that is evicted, while its bytes are still there.
         self.evicted: Callable[[Block], None] | None = None
+        #: Keeps slots of dropped scopes from being free before they are overwritten.
+        self.eraser: Eraser | None = None
         self.deltas = deltas
         self.counts = counts
         self.story = Story()
@@ -188,6 +193,10 @@ class Inventory:
         self._free(block)
 
     def _free(self, block: Block) -> None:
+        if self.eraser is not None and self.eraser.keeps(block):
+            block.state = LEAVING
+            self._leaving.add(block)
+            return
         block.state = GONE
         slab = block.slab
         slab.pinned -= 1
@@ -533,6 +542,15 @@ class Inventory:
             return b""
         return b"".join([block.hash for block in shelf.blocks.values() if block.state == VISIBLE])
 
+    @property
+    def leaving(self) -> Collection[Block]:
+        """Blocks that nobody finds, and whose slots somebody still holds."""
+        return self._leaving
+
+    def retired_shelves(self) -> list[Shelf]:
+        """Shelves that nobody finds and that have not been swept yet."""
+        return list(self._retired)
+
     def blocks(self) -> Iterator[Block]:
         """Every block that has a slot."""
         for shelf in (*self.shelves.values(), *self._retired):
@@ -542,6 +560,8 @@ class Inventory:
     def check(self) -> None:
         """Assert that slots, records, charges, LRU and chains agree. O(blocks)."""
         self.arena.check()
+        if self.eraser is not None:
+            self.eraser.check()
         self.policy.check()
         self.deltas.check()
         everything = list(self.blocks())

@@ -25,6 +25,7 @@ from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.config import StorageConfig, open_store
+from kvstrata.storage.eraser import Eraser
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.policies import PolicyFile
@@ -81,7 +82,7 @@ class StorageNode:
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd = self._ssd_tier(store) if store is not None else None
-        self.commands = Commands(self.state, self.lock, policies)
+        self.commands = Commands(self.state, self.lock, policies, self._eraser())
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
         self.sidecar = Sidecar(self.identity, config.masters) if config.masters else None
@@ -96,6 +97,11 @@ class StorageNode:
         self._ends.append(store.close)
         policy, daily_writes = self.config.ssd_policy, self.config.ssd_daily_writes
         return SsdTier(store, self.state, self.lock, self._changed, policy=policy, daily_writes=daily_writes)
+
+    def _eraser(self) -> Eraser | None:
+        if self.ssd is None or self.state.ssd is None:
+            return None
+        return Eraser(self.state.ssd, self.ssd.moves.quarantine.let_go)
 
     # ------------------------------------------------------------------ start
 

@@ -140,5 +140,8 @@ class ReservationBook:
         assert len(set(named)) == len(named), "a block is in two reservations"
         in_flight = {block for block in self._inventory.blocks() if block.state == IN_FLIGHT}
         assert in_flight <= set(named), "a block in flight that nobody writes"
+        eraser = self._inventory.eraser
         leaving = {block for block in self._inventory.blocks() if block.state == LEAVING and not block.leases}
+        if eraser is not None:
+            leaving = {block for block in leaving if not eraser.holds(block)}
         assert leaving <= set(named), "a slot that nobody holds and nobody frees"

@@ -176,12 +176,8 @@ class NodeState:
         count = 0
         for inventory in self.tiers():
             inventory.now = now
-            shelves = list(inventory.shelves.values())
-            if group:
-                shelves = [shelf for shelf in shelves if shelf.entry.namespace.group == group]
-            for shelf in shelves:
-                if salt is None or shelf.salt == salt:
-                    count += inventory.retire(shelf, why)
+            for shelf in [shelf for shelf in inventory.shelves.values() if in_scope(shelf, group, salt)]:
+                count += inventory.retire(shelf, why)
         return count
 
     def tiers(self) -> list[Inventory]:
@@ -464,6 +460,11 @@ class NodeState:
             for (handle, salt), shelf in inventory.shelves.items():
                 assert self.known.entry(handle) is shelf.entry and shelf.salt == salt
                 assert shelf.epoch == shelf.entry.epoch, "blocks of other weights can be found"
+
+
+def in_scope(shelf: Shelf, group: str, salt: str | None) -> bool:
+    """Whether a shelf is of the group ("": any) and the tenant (None: any)."""
+    return group in ("", shelf.entry.namespace.group) and salt in (None, shelf.salt)
 
 
 def _count(hashes: bytes, width: int) -> int:
