@@ -380,6 +380,11 @@ class Directory:
         part = self._parts.get(table)
         return np.zeros(len(keys), dtype=np.uint32) if part is None else part.table.find(keys)
 
+    def living_ids(self, table: TableKey, keys: Keys) -> Ids:
+        """As :meth:`known_ids`, with 0 for ghosts."""
+        ids = self.known_ids(table, keys)
+        return np.where(self.reasons(ids) >= LEFT_REASONS, ids, 0).astype(np.uint32)
+
     def holders_of(self, set_id: int) -> list[tuple[int, int]]:
         """(slot, tier) of each holder in a set; ``HIDDEN`` stands for a tier that a reader did not find."""
         return [(code >> 2, code & 3) for code in self.holders.holders(set_id) if code < GHOST]

@@ -84,6 +84,11 @@ class Membership:
         self._judge(node, now)
         self._reroute()
 
+    def name_of(self, slot: int) -> str:
+        """The node whose inventory in service this directory slot is; "" for another slot."""
+        names = (n.node_id for n in self.nodes if n.attachment is not None and n.attachment.slot == slot)
+        return next(names, "")
+
     def active(self) -> dict[int, Node]:
         """Nodes that may be read from and written to, by directory slot."""
         return {

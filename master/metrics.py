@@ -9,7 +9,7 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvstrata.master.lookups import LookedUp
-from kvstrata.master.misses import MissReason
+from kvstrata.master.misses import COUNTED, MissReason
 from kvstrata.proto.status import PlaceState, Tier
 
 _LATENCY_BUCKETS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -34,7 +34,7 @@ class Metrics:
             registry=self.registry,
         )
         self._hits = [hits.labels(tier.name.lower()) for tier in Tier]
-        self._misses = {reason: misses.labels(reason.label) for reason in MissReason}
+        self._misses = {reason: misses.labels(reason.label) for reason in COUNTED}
         self._places = [places.labels(state.name.lower()) for state in PlaceState]
 
     def looked_up(self, answer: LookedUp, seconds: float) -> None:

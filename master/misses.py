@@ -32,6 +32,11 @@ class MissReason(IntEnum):
     UNROUTABLE = 18  #: its only nodes may not be read from now
     SHARD_MISSING = 19  #: this shard is there, a sister is not
     LOAD_FAILED = 20  #: a reader went there and did not get it
+    # The rest are answers to "why?", never counted in lookups.
+    PARTIAL_BLOCK = 21  #: every whole block was there; what is past the last one is not stored
+    OTHER_SALT = 22  #: another tenant has the same hash
+    OTHER_FINGERPRINT = 23  #: another namespace has the same hash
+    REFUSED_AT_STORE = 24  #: a node would not take it
 
     @property
     def label(self) -> str:
@@ -42,6 +47,8 @@ class MissReason(IntEnum):
 LEFT_REASONS: Final = 16
 #: One more than the largest reason.
 REASONS: Final = max(MissReason) + 1
+#: Reasons that lookups count.
+COUNTED: Final = tuple(reason for reason in MissReason if reason <= MissReason.LOAD_FAILED)
 
 _DEPARTED: Final = {
     Departure.ROOM: MissReason.EVICTED_ROOM,

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 
 from kvstrata.master import messages as m
+from kvstrata.master.content import Content
 from kvstrata.master.converters import attach_of, events_of, message_of
 from kvstrata.master.hub import Hub, Outbox
 from kvstrata.master.replies import lookup_ok, place_ok
@@ -57,6 +58,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
     def __init__(self, hub: Hub, views: Views) -> None:
         self._hub = hub
         self._views = views
+        self._content = Content(hub)
 
     # ------------------------------------------------------------------ sync
 
@@ -102,6 +104,20 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def ListNamespaces(self, request: pb.Empty, context: grpc.ServicerContext) -> control.NamespaceList:
         return _answered(context, self._views.namespaces)
+
+    # ------------------------------------------------------------------ content
+
+    def BumpEpoch(self, request: control.GroupName, context: grpc.ServicerContext) -> control.Dropped:
+        return _answered(context, lambda: self._content.bump(request))
+
+    def DropBlocks(self, request: control.Scope, context: grpc.ServicerContext) -> control.Dropped:
+        return _answered(context, lambda: self._content.drop(request))
+
+    def ListBlocks(self, request: control.BlockQuery, context: grpc.ServicerContext) -> control.BlockList:
+        return _answered(context, lambda: self._content.blocks(request))
+
+    def Explain(self, request: control.ExplainQuery, context: grpc.ServicerContext) -> control.Explanation:
+        return _answered(context, lambda: self._content.explain(request))
 
     def Health(self, request: pb.Empty, context: grpc.ServicerContext) -> control.HealthReport:
         return _answered(context, self._views.health)

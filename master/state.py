@@ -286,7 +286,7 @@ class MasterState:
         reasons, missing_keys = reasons_of(self.directory, table, keys, found)
         gone = left(reasons)
         if gone.size:
-            coming = self._in_flight(table, missing_keys[gone], now)
+            coming = self._coming(table, missing_keys[gone], now)
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
@@ -298,7 +298,11 @@ class MasterState:
         reason = MissReason(int(answer.reasons[0])) if len(answer.reasons) else None
         self.requests.note(Asked(name, opened.group.name, table, keys, hit, reason, now))
 
-    def _in_flight(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
+    def in_flight(self, table: TableKey, key: Keys, now: float) -> bool:
+        """Whether a writer was sent off with a block (u64[1, 2]) that has not arrived."""
+        return bool(self._coming(table, key, now)[0])
+
+    def _coming(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
         return self.placement.in_flight(keys, self._scope(table), set(self.membership.slot_facts), now)
 
     def _past(self, group: int, epoch: int | None) -> bool:
@@ -362,7 +366,8 @@ class MasterState:
             return
         attachment = node.attachment
         if event.delta_seq == 0:
-            self.chronicle.note(now, "refused by the node at store", node.node_id, self._about(table), keys)
+            what, why = "refused by the node at store", MissReason.REFUSED_AT_STORE
+            self.chronicle.note(now, what, node.node_id, self._about(table), keys, why)
         if attachment.slot is None or event.delta_seq <= attachment.applied_seq:
             return
         until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)

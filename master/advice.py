@@ -1,0 +1,43 @@
+"""What the reasons of a miss mean to an operator, and what can be done about each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstrata.master.misses import MissReason
+
+TEXTS: Final[dict[MissReason, str]] = {
+    MissReason.NEVER_STORED: "nothing is remembered of it: it was never stored here, or so long ago that it is "
+    "forgotten. If it should have been: do writer and reader use the same engine settings, tenant and tokens?",
+    MissReason.EVICTED_ROOM: "its node was full, and it was its turn. More memory or SSD, or a floor for this "
+    "tenant (`kvstrata tenant set --dram-floor`), keeps such blocks.",
+    MissReason.EVICTED_QUOTA: "its tenant's share was full, and newer blocks of the tenant took its place. A higher "
+    "limit (`kvstrata tenant set --dram`) keeps such blocks; `kvstrata tenant get` predicts by how much.",
+    MissReason.LOWERED: "its tenant's limit, or that node's part of it, was lowered, and usage was brought under it.",
+    MissReason.DEVICE: "the device that it was on failed. `kvstrata health` names it: replace it.",
+    MissReason.CORRUPT: "its bytes did not match their checksum, and it was discarded. More of these from one device "
+    "mean that the device, or the memory of that host, goes bad.",
+    MissReason.REMOVED: "a client removed it.",
+    MissReason.DROPPED: "its tenant or namespace was dropped by an operator.",
+    MissReason.EPOCH: "its weights are of the past: the namespace's weight epoch was bumped after it was stored, or "
+    "the asker's handle is of an earlier epoch (then the engine must open the namespace again).",
+    MissReason.HINTED: "its owner had said that it may leave first (a drop hint), and room was needed.",
+    MissReason.ORPHANED: "the blocks before it in its chain had left, so it was of no use.",
+    MissReason.EVICTED: "it left its node, which did not say why (a node of an earlier version, or word was lost).",
+    MissReason.NODE_LOST: "the only node that had it went away. What was on its SSD returns when it does.",
+    MissReason.IN_FLIGHT: "a writer was sent off with it, and it has not arrived yet.",
+    MissReason.NOT_YET: "this master had just started, and a node that may have it had not come back. Ask again.",
+    MissReason.UNROUTABLE: "the only node that has it may not be read from now: it is silent, slow, or joining. "
+    "`kvstrata node list` says which.",
+    MissReason.SHARD_MISSING: "some ranks' shards of it are there and others are not, so it is of no use.",
+    MissReason.LOAD_FAILED: "a reader went to the node that was named and did not get it: it had left in that moment, "
+    "its bytes did not match, or the node was not reached. The engine computed it.",
+    MissReason.PARTIAL_BLOCK: "every whole block asked for was there. Tokens past the last whole block are not stored "
+    "until their block is full, so they are computed.",
+    MissReason.OTHER_SALT: "the same tokens are there, but for another tenant (cache salt). Tenants never share "
+    "blocks: if these should, give them one salt.",
+    MissReason.OTHER_FINGERPRINT: "the same hash is there in another namespace: model, revision, dtype, layout, block "
+    "size or parallelism differ between its writer and this reader.",
+    MissReason.REFUSED_AT_STORE: "a node would not take it when it was to be stored: the tenant was at its limit with "
+    "everything in use, or the node was full. `kvstrata tenant get` shows what was refused.",
+}
