@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.cli import bench, daemons, dev_cluster, health, serve, traffic
+from kvstrata.cli import bench, block, daemons, dev_cluster, health, namespace, serve, tenant, traffic, why
 from kvstrata.cli.output import Exit
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
@@ -25,6 +25,10 @@ app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
 app.add_typer(health.node, name="node")
+app.add_typer(tenant.tenant, name="tenant")
+app.add_typer(namespace.namespace, name="namespace")
+app.add_typer(block.block, name="block")
+app.command()(why.why)
 app.command()(bench.bench)
 app.command()(traffic.replay)
 app.command()(traffic.demo)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.health import DEFAULT_MASTER, Json, Master, ask
+from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
 from kvstrata.cli.sizes import format_size, size_flag
 from kvstrata.proto.errors import ConfigError, Corrupt, Unavailable

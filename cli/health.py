@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
+from kvstrata.cli.as_json import as_dict, rows
+from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
-from kvstrata.cli.sizes import addresses_flag, format_size
-from kvstrata.proto.errors import Unavailable
+from kvstrata.cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvstrata.client.admin import AdminClient
-
-Master = Annotated[str, addresses_flag("--master", help="Channel address of a master.", envvar="KVSTRATA_MASTER")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DEFAULT_MASTER = "127.0.0.1:7400"
+    from kvstrata.proto import control_pb2 as control
 
 node = typer.Typer(help="Storage nodes.", no_args_is_help=True)
 
@@ -34,7 +32,7 @@ def health(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
 
 @node.command("list")
 def node_list(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
-    """Every node the master knows: state, address, memory, blocks."""
+    """Every node the master knows: state, address, memory, SSD, blocks."""
     with expected_errors():
         with ask(master) as admin:
             nodes = admin.nodes()
@@ -44,41 +42,9 @@ def node_list(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
             _node_table(nodes)
 
 
-def ask(masters: str) -> AdminClient:
-    """The first of comma-separated masters that answers; raises :class:`Unavailable` when none does."""
-    from kvstrata.client.admin import AdminClient
-
-    reasons = []
-    for address in masters.split(","):
-        try:
-            return AdminClient(address)
-        except Unavailable as error:
-            reasons.append(str(error))
-    raise Unavailable("; ".join(reasons))
-
-
-def rows(messages: Any) -> list[dict[str, Any]]:
-    return [as_dict(message) for message in messages]
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message with its own field names and every default; 64-bit numbers as numbers."""
-    from google.protobuf.json_format import MessageToDict
-
-    plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return {key: _numbers(value) for key, value in plain.items()}
-
-
-def _numbers(value: Any) -> Any:
-    """protobuf's JSON form writes 64-bit integers as strings: undo it below the top level, too."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, str) and value.isdigit() and len(value) < 21:
-        return int(value)
-    return value
-
-
-def _say_health(report: Any, nodes: Any, clients: Any) -> None:
+def _say_health(
+    report: control.HealthReport, nodes: Sequence[control.NodeRow], clients: Sequence[control.ClientRow]
+) -> None:
     state = "healthy" if report.healthy else "NOT healthy"
     ready = "ready" if report.ready else "not ready yet"
     typer.echo(
@@ -96,17 +62,25 @@ def _say_health(report: Any, nodes: Any, clients: Any) -> None:
         print_table("clients", ("name", "host", "pid", "software", "lookups", "idle", "connected"), table)
 
 
-def _node_table(nodes: Any) -> None:
+def _node_table(nodes: Sequence[control.NodeRow]) -> None:
     table = [
         (
             n.node_id,
             n.state if n.synced or n.state != "active" else f"{n.state} (loading)",
             n.channel,
             f"{format_size(n.status.dram_bytes_used)} / {format_size(n.dram_bytes)}",
+            f"{format_size(n.status.ssd_bytes_used)} / {format_size(n.ssd_bytes)}" if n.ssd_bytes else "-",
             n.blocks,
             n.status.clients,
             f"{n.heartbeat_age_seconds:.1f} s",
         )
         for n in nodes
     ]
-    print_table("nodes", ("node", "state", "channel", "memory", "blocks", "clients", "heartbeat"), table)
+    print_table("nodes", ("node", "state", "channel", "memory", "ssd", "blocks", "clients", "heartbeat"), table)
+    devices = [
+        (n.node_id, d.path, d.state, f"{format_size(d.bytes_used)} / {format_size(d.bytes)}", d.problem or "-")
+        for n in nodes
+        for d in n.status.devices
+    ]
+    if devices:
+        print_table("devices", ("node", "path", "state", "used", "problem"), devices)

@@ -34,10 +34,11 @@ def print_json(value: Any) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout; what is too wide for the terminal is folded, never cut: it may be copied from."""
     from rich.table import Column, Table
+    from rich.text import Text
 
     table = Table(*(Column(name, overflow="fold") for name in columns), title=title or None, title_justify="left")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(Text(str(cell)) for cell in row))  # names come from outside: no markup of theirs
     print_rich(table)
 
 

@@ -61,6 +61,11 @@ def size_flag(*names: str, **more: Any) -> Any:
     return typer.Option(*names, parser=lambda text: _as_parameter(parse_size, text), metavar="SIZE", **more)
 
 
+def value_flag(parse: Callable[[Any], Any], metavar: str, *names: str, **more: Any) -> Any:
+    """A typer option whose text ``parse`` turns into a value; its :class:`ConfigError` is a wrong flag."""
+    return typer.Option(*names, parser=lambda text: _as_parameter(parse, text), metavar=metavar, **more)
+
+
 def address_flag(*names: str, **more: Any) -> Any:
     """A typer option that takes one address."""
     return typer.Option(*names, parser=lambda text: _as_parameter(check_address, text), metavar="HOST:PORT", **more)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvstrata.cli.daemons import Config
-from kvstrata.cli.health import Json
+from kvstrata.cli.masters import Json
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_rich
 from kvstrata.cli.sizes import addresses_flag, size_flag
 from kvstrata.proto.errors import ConfigError, KVError

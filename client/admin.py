@@ -1,30 +1,36 @@
-"""The admin client: asks a master over gRPC what it knows. The only module here that imports gRPC."""
+"""The admin client: asks a master over gRPC, and tells it what to do. The only module here that imports gRPC."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
-from kvstrata.proto.errors import InvalidArgument, KVError, Refused, Unavailable
+from kvstrata.proto.errors import Busy, InvalidArgument, KVError, Refused, Unavailable
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity
 
 CALL_S: Final = 5.0
 MESSAGE_BYTES_MAX: Final = 64 << 20
 
+R = TypeVar("R", bound=Message)
+
 
 class AdminClient:
     """One master, found by its channel address: the hello there names its gRPC endpoint.
 
-    Every call ends within ``timeout_s`` and raises :class:`Unavailable` with what to do when the master
-    cannot be reached.
+    Every call ends within ``timeout_s`` (those that wait for nodes: ``wait_s`` later) and raises
+
+    * :class:`Unavailable` with what to do, when the master cannot be reached,
+    * :class:`InvalidArgument` for values that cannot be (a negative limit, floors that do not fit),
+    * :class:`Refused` otherwise.
     """
 
     def __init__(self, master: str, *, timeout_s: float = CALL_S) -> None:
@@ -49,23 +55,120 @@ class AdminClient:
             raise Unavailable(f"the master at {master} names no gRPC endpoint: start it with --grpc HOST:PORT")
         return hello
 
+    # ------------------------------------------------------------------ the pool
+
     def health(self) -> control.HealthReport:
-        report: control.HealthReport = self._call(self._stub.Health)
-        return report
+        return self._call(control.HealthReport, self._stub.Health, pb.Empty())
 
     def nodes(self) -> list[control.NodeRow]:
-        return list(self._call(self._stub.ListNodes).nodes)
+        listed = self._call(control.NodeList, self._stub.ListNodes, pb.Empty())
+        return list(listed.nodes)
 
     def clients(self) -> list[control.ClientRow]:
-        return list(self._call(self._stub.ListClients).clients)
+        listed = self._call(control.ClientList, self._stub.ListClients, pb.Empty())
+        return list(listed.clients)
 
     def namespaces(self) -> list[control.NamespaceRow]:
-        return list(self._call(self._stub.ListNamespaces).namespaces)
+        """One row a shard."""
+        listed = self._call(control.NamespaceList, self._stub.ListNamespaces, pb.Empty())
+        return list(listed.namespaces)
 
-    def _call(self, method: Callable[..., Any]) -> Any:
+    # ------------------------------------------------------------------ tenants
+
+    def list_tenants(self, salts: Sequence[str] = (), *, what_if: bool = False) -> control.TenantList:
+        """Those named, or all that have a policy or use anything; the default and the cluster's bytes.
+
+        ``what_if``: with hit rates predicted for other quotas.
+        """
+        return self._call(control.TenantList, self._stub.ListTenants, control.TenantQuery(salts=salts, what_if=what_if))
+
+    def set_tenant(self, policy: control.TenantPolicy, *, dry_run: bool = False) -> control.TenantChanged:
+        """Give one tenant its policy, whole: an absent limit is none. ``dry_run`` says what would be."""
+        return self._call(
+            control.TenantChanged, self._stub.SetTenant, control.TenantSet(policy=policy, dry_run=dry_run)
+        )
+
+    def set_default(
+        self, policy: control.TenantPolicy, *, deny: bool = False, dry_run: bool = False
+    ) -> control.TenantChanged:
+        """The policy of salts without one of their own (``policy.salt`` means nothing). ``deny``: they store
+        nothing."""
+        asked = control.TenantSet(policy=policy, is_default=True, deny=deny, dry_run=dry_run)
+        return self._call(control.TenantChanged, self._stub.SetTenant, asked)
+
+    def remove_tenant(
+        self, salt: str, *, drop_blocks: bool = False, erase: bool = False, dry_run: bool = False, wait_s: float = 5.0
+    ) -> control.TenantChanged:
+        """Take a tenant's policy away: the default applies. ``drop_blocks``: its blocks go too, everywhere;
+        ``erase``: and are overwritten on SSD."""
+        asked = control.TenantRemove(salt=salt, drop_blocks=drop_blocks, erase=erase, dry_run=dry_run)
+        return self._call(control.TenantChanged, self._stub.RemoveTenant, asked, wait_s if drop_blocks else 0.0)
+
+    # ------------------------------------------------------------------ content
+
+    def bump_epoch(self, group: str, *, wait_s: float = 5.0) -> control.Dropped:
+        """The weights of ``group`` have changed: what was computed with older ones is a miss from the answer on.
+
+        ``unreached`` in the answer: nodes that did not confirm within ``wait_s``; the master goes on telling them.
+        """
+        return self._call(
+            control.Dropped, self._stub.BumpEpoch, control.GroupName(group=group, deadline_ms=_ms(wait_s)), wait_s
+        )
+
+    def drop(
+        self,
+        group: str = "",
+        salt: str | None = None,
+        *,
+        erase: bool = False,
+        dry_run: bool = False,
+        wait_s: float = 5.0,
+    ) -> control.Dropped:
+        """Everything within a scope goes, durably. ``group`` "": every namespace; ``salt`` None: every tenant.
+
+        ``erase``: nodes overwrite it on SSD before they confirm. ``unreached`` as for :meth:`bump_epoch`.
+        """
+        scope = control.Scope(
+            group=group,
+            salt=salt or "",
+            any_salt=salt is None,
+            erase=erase,
+            dry_run=dry_run,
+            deadline_ms=_ms(wait_s),
+        )
+        return self._call(control.Dropped, self._stub.DropBlocks, scope, wait_s)
+
+    def list_blocks(
+        self, group: str = "", salt: str | None = None, *, hash_prefix: bytes = b"", limit: int = 0
+    ) -> control.BlockList:
+        """Blocks within a scope, at most ``limit`` (0: the master's bound), and how many there are in all."""
+        query = control.BlockQuery(
+            group=group, salt=salt or "", any_salt=salt is None, hash_prefix=hash_prefix, limit=limit
+        )
+        return self._call(control.BlockList, self._stub.ListBlocks, query)
+
+    def remove_blocks(self, spec: pb.NamespaceSpec, salt: str, hashes: bytes, *, wait_s: float = 5.0) -> pb.RemoveOk:
+        """Take single blocks (``hashes`` packed) out of the pool for good."""
+        asked = control.NamedRemove(spec=spec, salt=salt, hashes=hashes, deadline_ms=_ms(wait_s))
+        return self._call(pb.RemoveOk, self._stub.RemoveBlocks, asked, wait_s)
+
+    def explain(
+        self, *, request: str = "", block_hash: bytes = b"", group: str = "", salt: str | None = None
+    ) -> control.Explanation:
+        """Why a request missed, or where a block is and was. ``group``, ``salt``: to narrow a hash down."""
+        query = control.ExplainQuery(request=request, hash=block_hash, group=group)
+        if salt is not None:
+            query.salt = salt
+        return self._call(control.Explanation, self._stub.Explain, query)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, kind: type[R], method: Callable[..., object], request: Message, wait_s: float = 0.0) -> R:
         started = time.monotonic()
         try:
-            return method(pb.Empty(), timeout=self.timeout_s)
+            answer = method(request, timeout=self.timeout_s + wait_s)
+            assert isinstance(answer, kind)
+            return answer
         except grpc.RpcError as error:
             raise self._meaning(error, time.monotonic() - started) from error
 
@@ -76,6 +179,12 @@ class AdminClient:
             return Unavailable(f"the master's gRPC at {self.hello.grpc} gave no answer in {took_s:.1f} s")
         if code == grpc.StatusCode.UNAVAILABLE:
             return Unavailable(f"cannot reach the master's gRPC at {self.hello.grpc}: {text}. Is the port open?")
+        if code == grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidArgument(text or "the master calls an argument invalid")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Busy(f"the master is busy: {text}")
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return Refused(f"the master ({self.hello.software}) does not know this call: it is older than this client")
         return Refused(f"the master refused: {text}")
 
     def close(self) -> None:
@@ -88,3 +197,7 @@ class AdminClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ms(seconds: float) -> int:
+    return max(1, int(seconds * 1e3))

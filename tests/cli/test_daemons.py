@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.cli.health import rows
+from kvstrata.cli.as_json import rows
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import Unavailable
 

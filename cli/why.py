@@ -1,0 +1,71 @@
+"""``kvstrata why``: the reason of a miss, of a request or of a block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstrata.cli.as_json import as_dict
+from kvstrata.cli.groups import GroupOption, find_optional
+from kvstrata.cli.hashes import looks_whole
+from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
+from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.salts import Tenant, shown
+from kvstrata.proto.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvstrata.proto import control_pb2 as control
+
+
+def why(
+    name: Annotated[str, typer.Argument(metavar="REQUEST|HASH", help="An engine's request id, or a block's hash.")],
+    tenant: Tenant = None,
+    group: GroupOption = None,
+    as_request: Annotated[
+        bool, typer.Option("--request", help="It is a request, though it looks like a hash.")
+    ] = False,
+    master: Master = DEFAULT_MASTER,
+    as_json: Json = False,
+) -> None:
+    """Why is it not there? For a request: how much of it hit, and what became of the first block that did not.
+
+    Hexadecimal digits of the length of a hash are taken for one. --tenant and --namespace narrow a hash down.
+    """
+    with expected_errors():
+        by_hash = looks_whole(name) and not as_request
+        if not by_hash and (tenant is not None or group is not None):
+            raise InvalidArgument(f"--tenant and --namespace narrow hashes down, and {name!r} is taken for a request")
+        with ask(master) as admin:
+            if by_hash:
+                found = admin.explain(block_hash=bytes.fromhex(name), group=find_optional(admin, group), salt=tenant)
+            else:
+                found = admin.explain(request=name)
+        if as_json:
+            print_json(as_dict(found))
+        else:
+            _say(found)
+
+
+def _say(found: control.Explanation) -> None:
+    typer.echo(f"{found.verdict}: {found.text}")
+    if found.asked:
+        typer.echo(f"asked {found.asked} blocks, {found.hit} hit")
+    if found.hash:
+        typer.echo(
+            f"block {found.hash.hex()} of tenant {shown(found.salt)}" + (f" in {found.group}" if found.group else "")
+        )
+    if found.where:
+        typer.echo(f"is on: {', '.join(found.where)}")
+    if found.elsewhere:
+        typer.echo(f"the same hash elsewhere: {'; '.join(found.elsewhere)}")
+    if found.story:
+        table = [(_age(line.age_seconds), line.what, line.node_id or "-") for line in found.story]
+        print_table("what happened", ("ago", "what", "node"), table)
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
