@@ -83,7 +83,8 @@ def open_store(config: StorageConfig, node_id: str) -> SsdStore | None:
     """The node's SSDs, locked and ready to be scanned; None when it has none. Raises :class:`ConfigError`."""
     if not config.ssd:
         return None
-    from kvstrata.storage.ssd.log import DeviceConfig, SsdLog
+    from kvstrata.storage.ssd.log import SsdLog
+    from kvstrata.storage.ssd.opening import DeviceConfig
 
     return SsdLog.open([DeviceConfig(path, nbytes) for path, nbytes in config.ssd], node_id=node_id)
 

@@ -220,6 +220,14 @@ class Movers:
         with self._lock:
             for move in left:
                 self._abandon(move)
+        # In a thread of its own: a device that hangs must not hold up the stop.
+        flush = threading.Thread(target=self._flush, args=(flush_s,), name="kvstrata-ssd-flush", daemon=True)
+        flush.start()
+        flush.join(flush_s + 1.0)
+        if flush.is_alive():
+            log.warning("stopping: the SSD does not answer, going on without it")
+
+    def _flush(self, flush_s: float) -> None:
         until = time.monotonic() + flush_s
         while time.monotonic() < until:
             with self._lock:

@@ -27,7 +27,6 @@ from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 
-
 _LEASE, _INLINE, _PREFETCH = range(3)
 #: A read waits for the SSD for this part of its caller's deadline: the answer has to travel, too.
 WAIT_SHARE: Final = 0.9

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstrata.proto.logs import get_logger
 from kvstrata.proto.errors import KVError
+from kvstrata.proto.logs import get_logger
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.ssd.base import Extent, ScanReport, SlotHeader, SsdStore
 from kvstrata.storage.state import NodeState

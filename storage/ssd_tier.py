@@ -15,8 +15,8 @@ from kvstrata.proto.status import Tier
 from kvstrata.storage.movers import Movers
 from kvstrata.storage.recovery import Recovery, recover
 from kvstrata.storage.ssd.base import DeviceState, SsdStore
-from kvstrata.storage.state import NodeState
 from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers import TierBooks, TierMoves
 from kvstrata.storage.write_budget import WriteBudget
 from kvstrata.transfer.loops import Loop, Loops

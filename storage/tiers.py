@@ -148,10 +148,10 @@ class TierMoves:
         allowance = self.budget.allowance(now)
         if self.policy is SsdPolicy.OFF or allowance is Allowance.SPENT:
             return None
-        batch = self._take_dirty(limit_bytes)
+        batch = self._take_dirty(limit_bytes, allowance)
         if not batch:
             self._search(allowance, now, everything)
-            batch = self._take_dirty(limit_bytes)
+            batch = self._take_dirty(limit_bytes, allowance)
         return self._down(batch, now)
 
     def write_through(self, blocks: Sequence[Block], now: float) -> Move | None:
@@ -160,12 +160,12 @@ class TierMoves:
             return None
         return self._down([block for block in blocks if self._to_write(block)][::-1], now)
 
-    def _take_dirty(self, limit_bytes: int) -> list[Block]:
+    def _take_dirty(self, limit_bytes: int, allowance: Allowance) -> list[Block]:
         batch: list[Block] = []
         room = limit_bytes
         while self._dirty and (room > 0 or not batch):
             block = self._dirty.popleft()
-            if self._to_write(block):
+            if _worth_it(block, allowance) and self._to_write(block):
                 batch.append(block)
                 room -= block.slab.slot_bytes
         return batch
@@ -195,9 +195,7 @@ class TierMoves:
             wanted = everything or window > 0 or windows[salt] > 0
             window -= nbytes
             windows[salt] -= nbytes
-            if allowance is Allowance.SHORT and block.stamp == block.born:
-                continue
-            if wanted:
+            if wanted and _worth_it(block, allowance):
                 found += self._choose(block, chosen)
                 if found >= FOUND_BYTES and not everything:
                     break
@@ -324,9 +322,7 @@ class TierMoves:
                 status[position] = _NO_ROOM
         return status
 
-    def _locate(
-        self, handle: int, salt: str, hashes: Sequence[bytes]
-    ) -> tuple[list[Block], list[Block], list[Move]]:
+    def _locate(self, handle: int, salt: str, hashes: Sequence[bytes]) -> tuple[list[Block], list[Block], list[Move]]:
         """(readable in DRAM, readable on SSD only, moves that are bringing some of the others)."""
         shelf = self.dram.inventory.shelves.get((handle, salt))
         below = self.ssd.inventory.shelves.get((handle, salt))
@@ -384,9 +380,7 @@ class TierMoves:
             if status != _LOADED and _stands(block):
                 move.failed[block.hash] = BlockStatus(status)
                 self._gone_bad(block, status, now)
-        arrived = [
-            status == _LOADED and _stands(block) for status, block in zip(statuses, move.source, strict=True)
-        ]
+        arrived = [status == _LOADED and _stands(block) for status, block in zip(statuses, move.source, strict=True)]
         visible = self._commit(dram, move, arrived)
         published = [block for block, ok in zip(move.target, visible, strict=True) if ok]
         for block in published:
@@ -487,3 +481,7 @@ class TierMoves:
 def _stands(block: Block) -> bool:
     return block.state == VISIBLE and not block.shelf.retired
 
+
+def _worth_it(block: Block, allowance: Allowance) -> bool:
+    """When writes are scarce, only what was used since it was stored is worth one."""
+    return allowance is Allowance.AMPLE or block.stamp != block.born

@@ -24,8 +24,8 @@ from kvstrata.storage.movers import Movers
 from kvstrata.storage.receiver import mismatched, receive
 from kvstrata.storage.records import Reservation
 from kvstrata.storage.regions import ClientRegion, Descriptors, RegionBook
-from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
