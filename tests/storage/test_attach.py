@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,14 +16,18 @@ import pytest
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterServicer, add_MasterServicer_to_server
+from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.commands import TURN_S, Commands
+from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.node import StorageNode
 from kvstrata.storage.outbox import Outbox
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
 
 from .conftest import Node, key, keys, until
+from .ordered_node import OrderedNode
 
 
 class FakeMaster(MasterServicer):
@@ -35,6 +41,10 @@ class FakeMaster(MasterServicer):
         self.parts = 0
         self.done: list[control.CommandDone] = []
         self.statuses = 0
+        self.status = control.NodeStatus()
+        self.tiers: set[int] = set()
+        self.weights: set[int] = set()
+        self.shares: control.Shares | None = None
         self.detached = ""
         self.gaps = 0
         self.to_say: queue.Queue[control.MasterMessage | None] = queue.Queue()
@@ -58,7 +68,8 @@ class FakeMaster(MasterServicer):
         say: queue.Queue[control.MasterMessage | None] = queue.Queue()
         self.to_say = say
         threading.Thread(target=self._read, args=(requests, say), daemon=True).start()
-        yield control.MasterMessage(attached=control.AttachOk(cluster_id="c", session=1, epochs=self.epochs))
+        attached = control.AttachOk(cluster_id="c", session=1, epochs=self.epochs, shares=self.shares)
+        yield control.MasterMessage(attached=attached)
         while (message := say.get()) is not None:
             yield message
 
@@ -91,10 +102,13 @@ class FakeMaster(MasterServicer):
             self.done.append(message.done)
         elif body == "status":
             self.statuses += 1
+            self.status = message.status
         elif body == "detach":
             self.detached = message.detach.reason
 
     def _apply(self, added: bool, part: control.Holding | control.Change) -> None:
+        self.tiers.add(part.tier)
+        self.weights.add(part.epoch)
         for start in range(0, len(part.hashes), part.spec.hash_bytes):
             entry = (part.salt, part.hashes[start : start + part.spec.hash_bytes])
             (self.blocks.add if added else self.blocks.discard)(entry)
@@ -264,6 +278,102 @@ def test_epochs_are_learned_at_attach(node: Node, start: Callable[..., FakeMaste
     until(lambda: one.link.attached)
     assert node.state.open_namespace(node.namespace)[1] == 5
     one.stop()
+
+
+def test_a_confirmation_never_overtakes_its_deltas(node: Node) -> None:
+    """Removed and confirmed between two looks of the stream: whoever reads the confirmation has the removal."""
+    node.store(range(4))
+    lock = threading.Lock()
+    outbox = Outbox(node.state, lock, control.Attach(), lambda told: control.NodeStatus())
+    outbox.attached.set()
+    stream = outbox.messages()
+    while not next(stream).HasField("status"):
+        pass
+    node.store([9])
+    seen: list[str] = []
+    removed_at = -1
+    for message in stream:
+        body = message.WhichOneof("body")
+        seen.append(str(body))
+        if body == "delta" and removed_at < 0:
+            removed_at = len(seen)  # the stream has looked for deltas, and not yet for confirmations
+            node.state.remove(node.namespace, "", keys([1]), node.now)
+            outbox.confirm(control.CommandDone(command=1))
+        if body == "done":
+            break
+    assert seen[removed_at:] == ["delta", "done"]
+    outbox.end()
+
+
+def test_a_snapshot_has_both_tiers_and_their_weights() -> None:
+    node = OrderedNode()
+    node.bump(2)
+    node.store(range(8))
+    node.demote()
+    node.make_room(range(8))
+    outbox = Outbox(node.state, node.lock, control.Attach(), lambda told: control.NodeStatus())
+    outbox.attached.set()
+    snapshot = next(message.snapshot for message in outbox.messages() if message.HasField("snapshot"))
+    held = {(holding.tier, holding.epoch): len(holding.hashes) // 16 for holding in snapshot.holdings}
+    assert held[1, 2] >= 8 and (0, 2) in held and len(held) == 2
+    outbox.end()
+    node.close()
+
+
+def test_a_drop_and_shares_come_over_the_link(linked: tuple[Linked, FakeMaster]) -> None:
+    one, master = linked
+    one.store(range(4), salt="a")
+    one.store(range(4), salt="b")
+    until(lambda: len(master.blocks) == 8)
+    shares = control.Shares(revision=3, whole=True, shares=[control.Share(salt="b", dram_limit=2 * 4096)])
+    master.say(shares=shares)
+    master.say(drop=control.DropCommand(command=4, salt="a"))
+    until(lambda: [done.command for done in master.done] == [4])
+    assert not master.done[0].error
+    until(lambda: one.commands.kept_revision == 3)
+    assert {salt for salt, _ in one.inventory()} == {"b"}
+    with one.lock:
+        one.node.now = time.monotonic()
+        for _ in range(3):
+            one.node.state.expire(one.node.now)
+        assert one.node.state.inventory.policy.charges == {"b": 2 * 4096}
+
+
+def test_shares_hold_before_anything_is_admitted(node: Node, start: Callable[..., FakeMaster]) -> None:
+    master = start()
+    master.shares = control.Shares(revision=8, whole=True, fallback=control.Share(dram_limit=0))
+    one = Linked(node, master.address)
+    until(lambda: one.link.attached)
+    assert node.store([1]) == [int(BlockStatus.QUOTA)]
+    one.stop()
+
+
+def test_a_node_says_what_it_works_by(tmp_path: Path, start: Callable[..., FakeMaster]) -> None:
+    """First session: shares and an epoch; second process: both are in its attach, before anybody told it."""
+    config = StorageConfig(
+        (start().address,), "127.0.0.1:0", "127.0.0.1:0", tmp_path / "n", 8 << 20, slab_bytes=1 << 20
+    )
+    first = start()
+    first.shares = control.Shares(
+        revision=5, whole=True, shares=[control.Share(salt="a", dram_limit=1 << 20, dram_floor=4096)], ttl_ms=60_000
+    )
+    first.epochs = [control.NamespaceEpoch(group="model", epoch=2)]
+    node = StorageNode(replace(config, masters=(first.address,)))
+    node.start()
+    until(lambda: first.status.shares_revision == 5)
+    assert first.status.dram_bytes_free == 8 << 20 and not first.attaches[0].shares
+    node.stop()
+    second = start()
+    node = StorageNode(replace(config, masters=(second.address,)))
+    node.start()
+    until(lambda: second.statuses > 0)
+    (told,) = second.attaches
+    assert [(s.salt, s.dram_limit, s.dram_floor, s.HasField("ssd_limit")) for s in told.shares] == [
+        ("a", 1 << 20, 4096, False)
+    ]
+    assert [(e.group, e.epoch) for e in told.epochs] == [("model", 2)]
+    assert node.report.health()["shares_revision"] == 5
+    node.stop()
 
 
 def test_leaving_is_said(linked: tuple[Linked, FakeMaster]) -> None:
