@@ -69,8 +69,15 @@ class FakeNode:
     def endpoint(self) -> Endpoint:
         return Endpoint(self.node_id, self.incarnation, "127.0.0.1:1", "", boot_id() if self.local else "elsewhere")
 
+    def read(self, name: bytes) -> int:
+        """Where a block is as a fetch finds it: in memory once it was read ahead, and after it."""
+        tier = int(name in self.on_ssd and name not in self.reading)
+        self.on_ssd.discard(name)
+        self.reading = [other for other in self.reading if other != name]
+        return tier
+
     def read_ahead(self, namespace: Namespace, salt: str, name: bytes) -> BlockStatus:
-        """What a prefetch is told of one block; it is read when the next call comes."""
+        """What a prefetch is told of one block: ``read_ahead_max`` are read at a time, until they are fetched."""
         if (namespace, salt, name) not in self.blocks:
             return BlockStatus.MISSING
         if name not in self.on_ssd:
@@ -94,11 +101,14 @@ class FakePeer:
     def fetch(self, request: Fetch) -> Fetched:
         node = self._enter(len(request.blocks))
         status, tier, moved = [], [], 0
-        for i, name in enumerate(split(request.hashes, request.namespace.hash_bytes)):
+        names = split(request.hashes, request.namespace.hash_bytes)
+        node.calls.append(("fetch", names))
+        node.epochs.append(request.epoch)
+        for i, name in enumerate(names):
             data = node.blocks.get((plain(request.namespace), request.salt, name))
             known = BlockStatus.MISSING if data is None else BlockStatus.LOADED
             status.append(node.answers.get(name, known))
-            tier.append(0)
+            tier.append(node.read(name))
             if status[-1] == BlockStatus.LOADED and data is not None:
                 _scatter(request.blocks, i, data)
                 moved += len(data)
@@ -115,13 +125,14 @@ class FakePeer:
                 if key in node.blocks:
                     status[-1] = BlockStatus.ALREADY_PRESENT
                 node.blocks[key] = _gather(request.blocks, i)
-        return Pushed(np.array(status, np.uint8), 0)
+        return Pushed(np.array(status, np.uint8), 0, np.full(len(status), node.durable))
 
     def prefetch(self, blocks: Named) -> npt.NDArray[np.uint8]:
         node = self._enter(0)
         node.touched += 1
         node.epochs.append(blocks.epoch)
         names = split(blocks.hashes, blocks.namespace.hash_bytes)
+        node.calls.append(("prefetch", names))
         return np.array([node.read_ahead(plain(blocks.namespace), blocks.salt, name) for name in names], np.uint8)
 
     def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
@@ -215,6 +226,9 @@ class FakeMaster:
         self.delay_s = 0.0
         self.garbage = False
         self.reports: list[pb.MissReport] = []
+        self.asked: list[pb.Lookup] = []
+        self.placed: list[pb.Place] = []
+        self.strict_epoch = False
         self.lookups = 0
         self.removed: list[bytes] = []
         self.unreached: list[str] = []
@@ -272,7 +286,8 @@ class FakeMaster:
         message = expect(pb.Lookup, frame, Kind.LOOKUP)
         names = list(self.nodes)
         keys = self._keys(message.ns, message.salt, message.hashes)
-        codes = [1 + 4 * names.index(self.where[key]) if key in self.where else 0 for key in keys]
+        self.asked.append(message)
+        codes = [self._code(names, key) for key in keys]
         hit = next((i for i, code in enumerate(codes) if not code), len(codes))
         reply = pb.LookupOk(
             not_yet=self.not_yet,
@@ -287,9 +302,17 @@ class FakeMaster:
             reply.hit_blocks = int(self.present.argmin()) if not self.present.all() else len(codes)
         return Reply(Kind.LOOKUP_OK, reply.SerializeToString())
 
+    def _code(self, names: list[str], key: Key) -> int:
+        if key not in self.where:
+            return 0
+        return 1 + 4 * names.index(self.where[key]) + (key[2] in self.nodes[self.where[key]].on_ssd)
+
     def _place(self, _: ServerConnection, frame: Frame) -> Reply:
         self._trouble()
         message = expect(pb.Place, frame, Kind.PLACE)
+        self.placed.append(message)
+        if self.strict_epoch and message.epoch != self.epoch:
+            raise FingerprintMismatch(f"weights of epoch {message.epoch}, the pool is at {self.epoch}: open it again")
         names = list(self.nodes)
         codes, states = [], []
         for i, key in enumerate(self._keys(message.ns, message.salt, message.hashes)):
