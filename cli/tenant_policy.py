@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvstrata.cli.sizes import format_size, parse_size
+from kvstrata.cli.sizes import UNITS, parse_size
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import ConfigError
 
@@ -91,6 +91,8 @@ NOTHING = Policy(Limit(0), Limit(0))
 
 
 def exact_size(nbytes: int) -> str:
-    """``200GiB`` where that is the whole truth, else bytes: what is written here is read again."""
-    text = format_size(nbytes)
-    return text if parse_size(text) == nbytes else str(nbytes)
+    """``200GiB``, ``1536MiB``, or bytes: the largest unit that says it exactly, for it may be read again."""
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % UNITS[unit.upper()] == 0:
+            return f"{nbytes // UNITS[unit.upper()]}{unit}"
+    return str(nbytes)
