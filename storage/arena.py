@@ -124,6 +124,10 @@ class Arena(Generic[G]):
         """The greatest number given so far."""
         return self._generation
 
+    def excluded(self, slab: G) -> bool:
+        """True for a grid whose device is gone."""
+        return slab.index in self._excluded
+
     def next_generation(self) -> int:
         """A number no slot of this node has ever had."""
         self._generation += 1

@@ -295,7 +295,7 @@ class Inventory:
         if book.version == self._shares_seen:
             return
         self._shares_seen = book.version
-        self.policy.set_floors(lambda salt: book.floor(self.tier, salt), book.floors(self.tier))
+        self.policy.set_floors(book.floors(self.tier))
         self._over_share = [salt for salt in self.policy.charges if self._excess(book, salt) > 0]
 
     def _excess(self, book: QuotaBook, salt: str) -> int:

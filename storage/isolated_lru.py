@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Final, Protocol
 
@@ -39,7 +39,7 @@ class EvictionPolicy(Protocol):
 
     def charge(self, salt: str, nbytes: int) -> None: ...
     def discharge(self, salt: str, nbytes: int) -> None: ...
-    def set_floors(self, floor: Callable[[str], int], total: int) -> None: ...
+    def set_floors(self, floors: Mapping[str, int]) -> None: ...
     def over(self, salt: str) -> int: ...
     def may_lose(self, salt: str, nbytes: int) -> bool: ...
     def next_stamp(self) -> int: ...
@@ -129,7 +129,7 @@ class IsolatedLRU:
         self.now = 0.0
         self.capacity = 0
         self._make_order = order
-        self._floor_of: Callable[[str], int] = lambda salt: 0
+        self._floor_by_salt: Mapping[str, int] = {}
         self._floors = 0
         self._tenants: dict[str, Tenant] = {}
         self._active: OrderedDict[Tenant, None] = OrderedDict()
@@ -146,7 +146,7 @@ class IsolatedLRU:
         self.charges[salt] += nbytes
         tenant = self._tenants.get(salt)
         if tenant is None:
-            tenant = self._tenants[salt] = Tenant(salt, self._floor_of(salt), self.now)
+            tenant = self._tenants[salt] = Tenant(salt, self._floor_by_salt.get(salt, 0), self.now)
             self._active[tenant] = None
             if len(self._tenants) == 2:  # one alone was not listed
                 for other in self._tenants.values():
@@ -167,20 +167,20 @@ class IsolatedLRU:
         tenant = self._tenants.pop(salt)
         self._active.pop(tenant, None)
 
-    def set_floors(self, floor: Callable[[str], int], total: int) -> None:
-        """Floors have changed: ``floor`` tells each tenant's, ``total`` is their sum. O(tenants)."""
-        self._floor_of = floor
-        self._floors = total
+    def set_floors(self, floors: Mapping[str, int]) -> None:
+        """Floors have changed: these are all there are. O(tenants)."""
+        self._floor_by_salt = floors
+        self._floors = sum(floors.values())
         self._heaps.clear()
         for tenant in self._tenants.values():
-            tenant.floor = floor(tenant.salt)
+            tenant.floor = floors.get(tenant.salt, 0)
             self._relist(tenant)
 
     def over(self, salt: str) -> int:
         """Bytes that a tenant has above its fair share; negative below it."""
         tenant = self._tenants.get(salt)
         if tenant is None:
-            return -self._floor_of(salt) - self._equal_part(salt)
+            return -self._floor_by_salt.get(salt, 0) - self._equal_part(salt)
         return self.charges[salt] - tenant.floor - (0 if tenant.idle else self._equal_part(salt))
 
     def may_lose(self, salt: str, nbytes: int) -> bool:
@@ -523,7 +523,7 @@ class IsolatedLRU:
         assert self._tenants.keys() == self.charges.keys(), "tenants without charges, or charges without tenants"
         assert self._keeping.keys() == {tenant for tenant in self._tenants.values() if tenant.keeps}
         for salt, tenant in self._tenants.items():
-            assert tenant.salt == salt and tenant.floor == self._floor_of(salt)
+            assert tenant.salt == salt and tenant.floor == self._floor_by_salt.get(salt, 0)
             assert tenant.idle != (tenant in self._active)
             kept = sum(block.slab.slot_bytes for keep in tenant.keeps for block in keep.blocks)
             assert kept == tenant.kept_bytes, f"{salt!r}: {tenant.kept_bytes} bytes counted as kept, {kept} are"

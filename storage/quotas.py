@@ -67,9 +67,9 @@ class QuotaBook:
         share = self._shares.get(salt)
         return share.floor(tier) if share is not None else 0
 
-    def floors(self, tier: Tier) -> int:
-        """The sum of all floors in the tier; O(shares)."""
-        return sum(share.floor(tier) for share in self._shares.values())
+    def floors(self, tier: Tier) -> dict[str, int]:
+        """All floors of the tier by salt, as they are now; O(shares)."""
+        return {salt: floor for salt, share in self._shares.items() if (floor := share.floor(tier))}
 
     def lapsed(self, now: float) -> bool:
         """True when the master has been silent for too long: limited tenants only replace what they have."""

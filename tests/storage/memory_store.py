@@ -35,9 +35,11 @@ class Disk:
 class MemoryStore:
     """``open_gate`` cleared: reads and writes wait. ``fails``: hashes by what their next reads say."""
 
-    def __init__(self, extents: int = 8, disk: Disk | None = None, devices: int = 1) -> None:
-        each = [Extent(i, EXTENT_BYTES, i % devices, i * EXTENT_BYTES) for i in range(extents)]
-        self.arena = Arena(each, EXTENT_BYTES)
+    def __init__(
+        self, extents: int = 8, disk: Disk | None = None, devices: int = 1, *, extent_bytes: int = EXTENT_BYTES
+    ) -> None:
+        each = [Extent(i, extent_bytes, i % devices, i * extent_bytes) for i in range(extents)]
+        self.arena = Arena(each, extent_bytes)
         self.disk = disk or Disk()
         self.open_gate = threading.Event()
         self.open_gate.set()

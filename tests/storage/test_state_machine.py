@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.records import Block, Lease, Reservation
@@ -63,15 +63,19 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = dram_arena(SLABS * SLAB_BYTES, SLAB_BYTES)
-        self.state = NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20))
+        self.state = self.make_state()
         self.namespaces = [Namespace(f"model-{size}", size, 16) for size in SIZES]
         self.handles = [self.state.open_namespace(namespace)[0] for namespace in self.namespaces]
         self.now = 100.0
         self.version = 0
+        self.epochs = [0] * len(SIZES)
         self.admissible: dict[Where, int] = {}
         self.reading: list[Reading] = []
         self.directory: set[Where] = set()
         self.applied = 0
+
+    def make_state(self) -> NodeState:
+        return NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20))
 
     def teardown(self) -> None:
         for session in SESSIONS:
@@ -87,7 +91,9 @@ class NodeMachine(RuleBasedStateMachine):
     )
     def reserve(self, session: bytes, salt: str, size: int, start: int, count: int, wait: int) -> object:
         parent = key(start - 1) if start else b""
-        ask = WriteAsk(self.handles[size], salt, keys(range(start, start + count)), parent, start, deadline_ms=wait)
+        hashes = keys(range(start, start + count))
+        epoch = self.epochs[size]
+        ask = WriteAsk(self.handles[size], salt, hashes, parent, start, deadline_ms=wait, epoch=epoch)
         got = self.state.reserve(session, ask, self.now)
         if got.reservation is None:
             assert BlockStatus.RESERVED not in got.status
@@ -152,7 +158,7 @@ class NodeMachine(RuleBasedStateMachine):
     )
     def acquire(self, session: bytes, salt: str, size: int, start: int, count: int, seconds: float) -> object:
         packed = keys(range(start, start + count))
-        got = self.state.acquire(session, self.handles[size], salt, packed, seconds, self.now)
+        got = self.state.acquire(session, self.handles[size], salt, packed, seconds, self.now, self.epochs[size])
         assert got.status.count(BlockStatus.LOADED) == len(got.blocks)
         versions = [(block, self.admissible[self.where(block)]) for block in got.blocks]
         for block, version in versions:
@@ -196,7 +202,30 @@ class NodeMachine(RuleBasedStateMachine):
         self.state.remove(self.namespaces[size], salt, packed, self.now)
         for number in range(start, start + count):
             self.admissible.pop((self.handles[size], salt, key(number)), None)
-        assert not self.state.acquire(SESSIONS[0], self.handles[size], salt, packed, 1.0, self.now).blocks
+        handle, epoch = self.handles[size], self.epochs[size]
+        assert not self.state.acquire(SESSIONS[0], handle, salt, packed, 1.0, self.now, epoch).blocks
+
+    @rule(size=sizes, really=st.integers(0, 2))
+    def weights_change(self, size: int, really: int) -> None:
+        """From then on nothing old is found, by readers of either epoch, and the directory forgets it all."""
+        if really:
+            return
+        old, handle = self.epochs[size], self.handles[size]
+        self.epochs[size] += 1
+        self.state.set_epoch(self.namespaces[size].group, self.epochs[size], self.now)
+        self.admissible = {where: version for where, version in self.admissible.items() if where[0] != handle}
+        self.directory = {where for where in self.directory if where[0] != handle}
+        assert not any(where[0] == handle for where in self.visible())
+        for salt, epoch in ((salt, epoch) for salt in SALTS for epoch in (old, self.epochs[size])):
+            got = self.state.acquire(SESSIONS[0], handle, salt, keys(range(40)), 1.0, self.now, epoch)
+            assert set(got.status) == {BlockStatus.MISSING}
+
+    @rule(limit=st.integers(1, 20))
+    def sweep(self, limit: int) -> None:
+        used = self.arena.bytes_used
+        swept = self.state.inventory.sweep(limit)
+        assert swept <= limit and self.arena.bytes_used <= used
+        assert swept == limit or not self.state.inventory.retired
 
     @rule(seconds=st.floats(0.01, 3))
     def time_passes(self, seconds: float) -> None:
@@ -218,6 +247,8 @@ class NodeMachine(RuleBasedStateMachine):
         assert batches is not None
         for batch in batches:
             for run in batch.runs:
+                if run.tier != Tier.DRAM or run.epoch != self.epochs[self.namespaces.index(run.namespace)]:
+                    continue  # as a master does with weights of the past
                 handle = self.handles[self.namespaces.index(run.namespace)]
                 for start in range(0, len(run.hashes), 16):
                     entry = (handle, run.salt, run.hashes[start : start + 16])
@@ -232,7 +263,8 @@ class NodeMachine(RuleBasedStateMachine):
         return (block.shelf.entry.handle, block.shelf.salt, block.hash)
 
     def visible(self) -> dict[Where, Block]:
-        return {self.where(b): b for b in self.state.inventory.blocks() if b.queue is not None}
+        found = (block for block in self.state.inventory.blocks() if not block.shelf.retired)
+        return {self.where(block): block for block in found if block.queue is not None}
 
     @invariant()
     def structure_holds(self) -> None:
@@ -247,7 +279,8 @@ class NodeMachine(RuleBasedStateMachine):
     def leased_bytes_stay_until_the_deadline(self) -> None:
         for reading in self.reading:
             for block, version in reading.versions:
-                assert block.generation == block.slab.generations[block.slot]
+                same = block.generation == block.slab.generations[block.slot]
+                assert same != block.shelf.retired, "its reader must see another generation, and no other one"
                 assert holds(block, version), "bytes changed under a lease"
 
 
