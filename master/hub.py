@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstrata.master import messages as m
 from kvstrata.master.journal import Journal
+from kvstrata.master.lookup_log import Call, LookupLog
 from kvstrata.master.lookups import LookedUp
 from kvstrata.master.metrics import Metrics
 from kvstrata.master.namespaces import Opened
 from kvstrata.master.placement import Placed
+from kvstrata.master.probing import Keys
 from kvstrata.master.state import MasterState
 from kvstrata.master.store import StateStore
 from kvstrata.master.table import fold
+from kvstrata.master.what_if import WhatIf
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
@@ -97,12 +101,14 @@ class Hub:
         self._lock = threading.Lock()
         self._confirmed = threading.Condition(self._lock)
         self._state = MasterState(clock(), rng, store.load(), grace_s)
+        self.lookup_log = LookupLog(WhatIf(random.Random(rng.getrandbits(64))))
         self._outboxes: dict[int, Outbox] = {}
         self._writer: Loop | None = None
 
     def start(self, loops: Loops) -> None:
         """Begin to tick, and to write what becomes durable; a slow disk holds up neither nodes nor clients."""
         loops.add(Loop("tick", TICK_S, lambda: self.handle(m.Tick())))
+        loops.add(Loop("what if", TICK_S, self._hear))
         self._writer = loops.add(Loop("journal", RETRY_S, self._write_out, bound_s=STALLED_DISK_S))
 
     def _write_out(self) -> None:
@@ -113,6 +119,9 @@ class Hub:
                 commands = self._state.grants_saved(serial, self._clock())
                 self._deliver(commands)
             self._settle(commands)
+
+    def _hear(self) -> None:
+        self.lookup_log.hear()
 
     # ------------------------------------------------------------------ events
 
@@ -218,6 +227,8 @@ class Hub:
                 self._state.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
         self.metrics.looked_up(answer, time.perf_counter() - began)
+        if not answer.not_yet:
+            self._log(opened, salt, keys, answer.found.present, now)
         return answer, facts
 
     def place(
@@ -227,14 +238,21 @@ class Hub:
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
-            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, self._clock(), epoch)
+            now = self._clock()
+            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch)
             commands = self._state.taken()
             self._deliver(commands)
             facts = self._state.membership.slot_facts
         if commands:
             self._settle(commands)
         self.metrics.placed(np.bincount(placed.states, minlength=4))
+        self._log(opened, salt, keys, None, now)
         return placed, facts
+
+    def _log(self, opened: Opened, salt: str, keys: Keys, present: npt.NDArray[np.bool_] | None, now: float) -> None:
+        """Have a call heard for the what-if predictions, later."""
+        nbytes = opened.namespace.block_bytes * opened.namespace.shard_count
+        self.lookup_log.put(Call(opened.group.number, salt, keys, present, nbytes, now))
 
     def miss(self, report: m.MissReport) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-SAMPLES_MAX: Final = 4096
+SAMPLES_MAX: Final = 8192
 #: Samples of one call: what bounds the time that a long prompt takes.
 CALL_SAMPLES_MAX: Final = 512
 #: A threshold that must fall leaves this share of the samples, so that it falls seldom.
@@ -58,7 +58,7 @@ class _Found(NamedTuple):
 
 
 class ReuseDistances:
-    """Bounded by ``SAMPLES_MAX`` samples, about 0.3 MB. Not thread-safe.
+    """Bounded by ``SAMPLES_MAX`` samples, about 0.4 MB. Not thread-safe.
 
     Counts age: those of ``half_life_s`` ago count half. ``hashes`` are u64, well mixed, one a block.
     """
@@ -125,10 +125,11 @@ class ReuseDistances:
 
     def predict(self, sizes: Sequence[int]) -> list[float]:
         """The hit rate of lookups, by block, of an LRU cache of each of these sizes in bytes; 0 without data."""
+        if sizes:
+            self._horizon = max(HORIZON * max(sizes), 0.0 if math.isinf(self._horizon) else self._horizon)
         asked = self._asked - self._unknowable
-        if not sizes or asked <= 0:
+        if asked <= 0:
             return [0.0] * len(sizes)
-        self._horizon = max(HORIZON * max(sizes), 0.0 if math.isinf(self._horizon) else self._horizon)
         # Blocks sampled less than their share are taken to be those used most often, as these weigh most.
         adjusted = self._reused.copy()
         adjusted[0] += self._asked - self._estimated

@@ -64,7 +64,7 @@ class _Tenant:
 
 
 class WhatIf:
-    """At most ``salts_max`` tenants of some 0.3 MB. Not thread-safe. ``now`` is monotonic seconds."""
+    """At most ``salts_max`` tenants of some 0.4 MB. Not thread-safe. ``now`` is monotonic seconds."""
 
     def __init__(self, rng: random.Random, *, salts_max: int = SALTS_MAX, half_life_s: float = HALF_LIFE_S) -> None:
         self._salts_max = salts_max
