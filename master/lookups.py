@@ -78,7 +78,7 @@ def left(reasons: Reasons) -> npt.NDArray[np.int64]:
     return np.flatnonzero(reasons < LEFT_REASONS)
 
 
-class LookupLog:
+class RequestLog:
     """The newest lookup of each request name, newest last."""
 
     def __init__(self) -> None:

@@ -122,10 +122,9 @@ class Membership:
         if not same:
             node.usage, node.active_since, node.placed_bytes = None, None, 0
         self._enroll(node, facts)
-        epochs = tuple((group.name, group.epoch) for group in self._namespaces.groups if group.epoch)
         capacity = {Tier.DRAM: facts.dram_bytes, Tier.SSD: facts.ssd_bytes}
         shares = self._quotas.attached(node.node_id, session, capacity, event.shares, now)
-        self._emit(m.SendAttached(session, epochs, shares))
+        self._emit(m.SendAttached(session, self._namespaces.epochs, shares))
         for stone in self._tombstones.waiting_for(node.node_id):
             self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
         self.attached(node)

@@ -21,7 +21,7 @@ from kvstrata.master.attachment import Outcome
 from kvstrata.master.chronicle import Chronicle, Line, Scope
 from kvstrata.master.clearing import Cleared, Clearing
 from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.lookups import REQUEST_CHARACTERS_MAX, Asked, LookedUp, LookupLog, left, nothing_found, reasons_of
+from kvstrata.master.lookups import REQUEST_CHARACTERS_MAX, Asked, LookedUp, RequestLog, left, nothing_found, reasons_of
 from kvstrata.master.membership import Membership
 from kvstrata.master.misses import MissReason, departed
 from kvstrata.master.namespaces import Group, Namespaces, Opened
@@ -74,7 +74,7 @@ class MasterState:
         self.placement = Placement(rng)
         self.tombstones = Tombstones()
         self.chronicle = Chronicle()
-        self.requests = LookupLog()
+        self.requests = RequestLog()
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
         self.quotas = Quotas(self._emit, rng.getrandbits(31) << 24)

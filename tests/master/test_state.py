@@ -2,103 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
-
 import pytest
 
 from kvstrata.master import messages as m
 from kvstrata.master.liveness import NodeState
-from kvstrata.master.lookups import LookedUp
-from kvstrata.master.placement import Placed
-from kvstrata.master.state import MasterState, Removal, Saved
-from kvstrata.master.table import fold
+from kvstrata.master.state import Saved
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
-
-NS = Namespace("model", block_bytes=1 << 20, block_tokens=16)
-SALT = "tenant"
-
-
-def hashes(*numbers: int) -> bytes:
-    return b"".join(number.to_bytes(16, "big") for number in numbers)
-
-
-class World:
-    """A master's state, a clock, and everything it was told to do."""
-
-    def __init__(self, saved: Saved = Saved(), grace_s: float = 5.0) -> None:  # noqa: B008
-        self.now = 1000.0
-        self.state = MasterState(self.now, random.Random(1), saved, grace_s)
-        self.commands: list[m.Command] = []
-
-    def tell(self, event: m.Event) -> list[m.Command]:
-        commands = self.state.handle(event, self.now)
-        self.state.check()
-        self.commands += commands
-        return commands
-
-    def attach(self, node_id: str = "n", incarnation: int = 1, **facts: object) -> int:
-        event = m.Attach(m.NodeFacts(node_id, incarnation, channel="h:1", dram_bytes=1 << 30, **facts))  # type: ignore[arg-type]
-        return next(c.session for c in self.tell(event) if isinstance(c, m.SendAttached))
-
-    def snapshot(self, session: int, cut: int, *numbers: int, first: bool = True, last: bool = True) -> list[m.Command]:
-        holdings = (m.Holding(NS, SALT, 0, hashes(*numbers)),) if numbers else ()
-        return self.tell(m.SnapshotPart(session, cut, holdings, first, last))
-
-    def delta(self, session: int, seq: int, add: Iterable[int] = (), remove: Iterable[int] = ()) -> list[m.Command]:
-        changes = [m.Change(True, NS, SALT, 0, hashes(*add)), m.Change(False, NS, SALT, 0, hashes(*remove))]
-        return self.tell(m.DeltaBatch(session, seq, tuple(change for change in changes if change.hashes)))
-
-    def up(self, *numbers: int, node_id: str = "n", incarnation: int = 1) -> int:
-        """An attached node that holds ``numbers``, after delta 0."""
-        session = self.attach(node_id, incarnation)
-        self.snapshot(session, 0, *numbers)
-        return session
-
-    def lookup(self, *numbers: int) -> LookedUp:
-        return self.state.lookup(NS, self.group(), SALT, fold(hashes(*numbers), 16), "", self.now)
-
-    def place(self, *numbers: int) -> Placed:
-        return self.state.place(NS, self.group(), SALT, fold(hashes(*numbers), 16), "", self.now)
-
-    def group(self) -> int:
-        opened, commands = self.state.open_namespace(NS)
-        self.commands += commands
-        return opened.group.number
-
-    def found(self, *numbers: int) -> list[int]:
-        """Those of ``numbers`` that a lookup finds."""
-        present = self.lookup(*numbers).found.present.tolist()
-        return [number for number, here in zip(numbers, present, strict=True) if here]
-
-    def miss(self, *numbers: int, incarnation: int = 1, seq: int, node_id: str = "n") -> None:
-        opened, _ = self.state.open_namespace(NS)
-        self.tell(m.MissReport(opened.handle, SALT, hashes(*numbers), node_id, incarnation, seq))
-
-    def remove(self, *numbers: int) -> Removal:
-        removal, commands = self.state.remove(NS, SALT, hashes(*numbers), self.now)
-        self.state.check()
-        self.commands += commands
-        return removal
-
-    def wait(self, seconds: float, beating: Iterable[tuple[str, int]] = ()) -> None:
-        """Let time pass, with ticks, and with heartbeats of those that live."""
-        for _ in range(int(seconds * 4)):
-            self.now += 0.25
-            for node_id, incarnation in beating:
-                self.tell(m.Heartbeat(node_id, incarnation))
-            self.tell(m.Tick())
-
-    def node_state(self, node_id: str = "n") -> NodeState:
-        node = self.state.nodes.get(node_id)
-        assert node is not None
-        return node.state
-
-    def of(self, kind: type) -> list[m.Command]:
-        return [command for command in self.commands if isinstance(command, kind)]
-
+from tests.master.world import NS, SALT, World, hashes
 
 # ---------------------------------------------------------------------- attach, snapshot, deltas
 
