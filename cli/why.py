@@ -15,6 +15,7 @@ from kvstrata.cli.salts import Tenant, shown
 from kvstrata.proto.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from kvstrata.client.admin import AdminClient
     from kvstrata.proto import control_pb2 as control
 
 
@@ -22,29 +23,37 @@ def why(
     name: Annotated[str, typer.Argument(metavar="REQUEST|HASH", help="An engine's request id, or a block's hash.")],
     tenant: Tenant = None,
     group: GroupOption = None,
-    as_request: Annotated[
-        bool, typer.Option("--request", help="It is a request, though it looks like a hash.")
-    ] = False,
     master: Master = DEFAULT_MASTER,
     as_json: Json = False,
 ) -> None:
     """Why is it not there? For a request: how much of it hit, and what became of the first block that did not.
 
-    Hexadecimal digits of the length of a hash are taken for one. --tenant and --namespace narrow a hash down.
+    What is not the name of a remembered request, and could be a hash, is taken for one. --tenant and --namespace
+    narrow a hash down.
     """
     with expected_errors():
-        by_hash = looks_whole(name) and not as_request
-        if not by_hash and (tenant is not None or group is not None):
-            raise InvalidArgument(f"--tenant and --namespace narrow hashes down, and {name!r} is taken for a request")
+        narrowed = tenant is not None or group is not None
+        if narrowed and not looks_whole(name):
+            raise InvalidArgument(f"--tenant and --namespace narrow hashes down, and {name!r} is none")
         with ask(master) as admin:
-            if by_hash:
-                found = admin.explain(block_hash=bytes.fromhex(name), group=find_optional(admin, group), salt=tenant)
-            else:
-                found = admin.explain(request=name)
+            found = None if narrowed else _request(admin, name)
+            if found is None:
+                block = bytes.fromhex(name)
+                found = admin.explain(block_hash=block, group=find_optional(admin, group), salt=tenant)
         if as_json:
             print_json(as_dict(found))
         else:
             _say(found)
+
+
+def _request(admin: AdminClient, name: str) -> control.Explanation | None:
+    """None for what no request is called, and may be a hash: requests may have such names, too."""
+    try:
+        return admin.explain(request=name)
+    except InvalidArgument:
+        if looks_whole(name):
+            return None
+        raise
 
 
 def _say(found: control.Explanation) -> None:
