@@ -86,7 +86,7 @@ class Job:
 class Lane:
     """Threads with a queue. ``wanted()`` is asked before each job, ``failed(error)`` told of each OSError.
 
-    Threads start with the first jobs, as daemons: one that is stuck does not keep the process from ending.
+    Threads start when jobs find none idle, as daemons: one that is stuck does not keep the process from ending.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class Lane:
             if self._closed:
                 job.batch.end()
                 return
-            if len(self._threads) < self._limit:
+            busy = len(self._began) + self._jobs.qsize()
+            if len(self._threads) < self._limit and busy >= len(self._threads):
                 name = f"kvstrata-{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._threads.append(thread)

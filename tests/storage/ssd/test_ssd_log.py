@@ -351,7 +351,8 @@ def test_a_directory_in_use_says_by_whom(tmp_path: Path) -> None:
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from kvstrata.storage.ssd.log import *;"
-        f"log = SsdLog.open([DeviceConfig(Path(sys.argv[1]), {DEVICE_BYTES})], node_id='node', extent_bytes={EXTENT_BYTES});"
+        f"config = DeviceConfig(Path(sys.argv[1]), {DEVICE_BYTES});"
+        f"log = SsdLog.open([config], node_id='node', extent_bytes={EXTENT_BYTES});"
         "print('open', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
