@@ -68,7 +68,7 @@ def _few(total: int, claims: Sequence[Claim], grain: int) -> list[Claim]:
 def _pour(amount: int, weights: Mapping[str, int], room: Mapping[str, int], into: dict[str, int]) -> None:
     """Add ``amount`` (at most Σ ``room``) to ``into`` by ``weights``; what a full one cannot take goes to others."""
     left = dict(room)
-    while amount > 0:
+    while amount > 0 and any(left.values()):
         open_to = [node_id for node_id, free in left.items() if free > 0]
         total = sum(max(1, weights[node_id]) for node_id in open_to)
         pouring = amount

@@ -7,7 +7,7 @@ peaks never rises above the limit, whatever is lost on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -105,10 +105,18 @@ class Ledger:
 
     # ------------------------------------------------------------------ planning
 
-    def plan(self, capacities: Mapping[str, int], grain: int, salt_rank: Mapping[str, int], now: float) -> Plan:
+    def plan(
+        self,
+        capacities: Mapping[str, int],
+        grain: int,
+        salt_rank: Mapping[str, int],
+        unheard: Collection[str],
+        now: float,
+    ) -> Plan:
         """What to change on the nodes of ``capacities`` (those that can be told), by demand.
 
-        Lower parts first; a raise takes no more than what nobody may be using.
+        Lower parts first; a raise takes no more than what nobody may be using. Nodes ``unheard`` have not
+        reported yet: they may be using all that they have.
         """
         for node_id in capacities:
             self.part(node_id)
@@ -116,7 +124,7 @@ class Ledger:
         claims = [
             Claim(
                 node_id,
-                self.parts[node_id].demand(now),
+                self._demand(node_id, unheard, now),
                 min(_intended(self.parts[node_id]), capacity),
                 capacity,
                 salt_rank.get(node_id, 0),
@@ -124,6 +132,10 @@ class Ledger:
             for node_id, capacity in capacities.items()
         ]
         return self.toward(divide(max(0, self.limit - reserved), claims, grain), grain)
+
+    def _demand(self, node_id: str, unheard: Collection[str], now: float) -> int:
+        part = self.parts[node_id]
+        return part.granted if node_id in unheard else part.demand(now)
 
     def toward(self, targets: Mapping[str, int], grain: int) -> Plan:
         """As :meth:`plan`, with parts to aim for. Small differences are let be, unless too much is out."""

@@ -507,6 +507,7 @@ class Quotas:
             return
         grain = grain_of(tenant.block_bytes)
         ranks = {node_id: zlib.crc32(f"{key}/{node_id}".encode("utf-8", "replace")) for node_id in self.nodes}
+        unheard = {node_id for node_id, member in self.nodes.items() if not member.reported}
         for tier, ledger in tenant.ledgers.items():
             here = {n: member.capacity[tier] for n, member in self.nodes.items() if member.session is not None}
             if ledger.limited:
@@ -516,7 +517,7 @@ class Quotas:
                     default = self._default.ledgers[tier]
                     plan = ledger.toward({n: default.part(n).granted for n in here}, 1)
                 else:
-                    plan = ledger.plan(here, grain, ranks, now)
+                    plan = ledger.plan(here, grain, ranks, unheard, now)
                 if now >= self._recovers_until or not ledger.guessed:
                     self._lower(key, ledger, plan.lowered)
                 self._raise(key, ledger, plan.raised)
