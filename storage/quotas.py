@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.errors import ConfigError, InvalidArgument
 from kvstrata.proto.keys import check_salt
 from kvstrata.proto.status import Tier
 
@@ -147,6 +147,8 @@ class QuotaBook:
         book = cls()
         book._shares = {str(salt): _read(str(salt), row) for salt, row in shares.items()}
         book.fallback = _read("", fallback)
+        if book.fallback.dram_floor or book.fallback.ssd_floor:
+            raise ConfigError("saved shares: the fallback has a floor, and floors are for known salts")
         book.revision = revision
         book.version = 1
         book._ttl_s = float(ttl_s)
@@ -194,7 +196,10 @@ def _written(share: NodeShare) -> dict[str, int | None]:
 def _read(salt: str, row: object) -> NodeShare:
     if not isinstance(row, Mapping) or not set(row) <= set(_FIELDS):
         raise ConfigError(f"saved shares: the share of {salt!r} is {row!r}")
-    check_salt(salt)
+    try:
+        check_salt(salt)
+    except InvalidArgument as error:
+        raise ConfigError(f"saved shares: {error}") from error
     share = NodeShare(salt, **row)
     problem = share_problem(share)
     if problem:
