@@ -183,7 +183,7 @@ def _with_slots(got: Acquired, tiers: bytes, seconds: float) -> Reply:
     rows = [pack(block.slab.index, block.slot, block.offset, block.generation, block.checksum) for block in blocks]
     answer = pb.AcquireOk(
         status=bytes(got.status),
-        tier=bytes(len(blocks)),
+        tier=tiers,
         lease=got.lease.id if got.lease is not None else 0,
         lease_ms=int(seconds * 1e3),
         rows=b"".join(rows),
