@@ -87,6 +87,14 @@ def _node_row(node: Node, blocks: Mapping[int, int], now: float) -> control.Node
                 leases=usage.leases,
                 reservations=usage.reservations,
                 loop_age_seconds=dict(usage.loop_age_seconds),
+                ssd_bytes_free=usage.ssd_bytes_free,
+                shares_revision=usage.shares_revision,
+                devices=[
+                    control.DeviceStatus(
+                        path=d.path, state=d.state, bytes=d.nbytes, bytes_used=d.bytes_used, problem=d.problem
+                    )
+                    for d in usage.devices
+                ],
             )
         )
     return row
