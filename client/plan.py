@@ -51,18 +51,18 @@ def by_node(codes: npt.NDArray[np.uint16], positions: Positions | None, limit: i
     first = int(nodes[0])
     if first >= 0 and (nodes == first).all():
         mine = np.arange(len(codes)) if positions is None else positions
-        return [list(_parts(first, mine, limit))]
+        return [list(pieces_of_node(first, mine, limit))]
     names, where = np.unique(nodes, return_index=True)
     out = []
     for node in names[np.argsort(where)].tolist():
         if node >= 0:
             mine = np.flatnonzero(nodes == node)
-            out.append(list(_parts(node, mine if positions is None else positions[mine], limit)))
+            out.append(list(pieces_of_node(node, mine if positions is None else positions[mine], limit)))
     return out
 
 
-def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: int) -> tuple[list[Part], Positions]:
-    """One node's parts in the order in which their bytes can come, and its positions that are on SSD.
+def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: int) -> list[Part]:
+    """One node's parts in the order in which their bytes can come.
 
     Those in memory first, then those on SSD in their own order, in parts of at most ``piece`` blocks. ``on_ssd``
     covers the whole call. Without any on SSD: the parts as they are.
@@ -70,9 +70,9 @@ def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: in
     mine = np.concatenate([positions_of(part.where) for part in parts])
     late = mine[on_ssd[mine]]
     if not len(late):
-        return list(parts), late
+        return list(parts)
     node = parts[0].node
-    return [*_parts(node, mine[~on_ssd[mine]], piece), *_parts(node, late, piece)], late
+    return [*pieces_of_node(node, mine[~on_ssd[mine]], piece), *pieces_of_node(node, late, piece)]
 
 
 def stripes(codes: npt.NDArray[np.uint16], states: npt.NDArray[np.uint8], limit: int) -> list[list[Part]]:
@@ -112,7 +112,8 @@ def positions_of(where: Where) -> Positions:
     return np.arange(where.start, where.stop) if isinstance(where, slice) else where
 
 
-def _parts(node: int, positions: Positions, limit: int) -> Iterator[Part]:
+def pieces_of_node(node: int, positions: Positions, limit: int) -> Iterator[Part]:
+    """``positions``, in order, in parts of at most ``limit``."""
     for start in range(0, len(positions), limit):
         piece = positions[start : start + limit]
         low, high = int(piece[0]), int(piece[-1]) + 1

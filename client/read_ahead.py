@@ -21,11 +21,12 @@ _NO_ROOM: Final = int(BlockStatus.NO_ROOM)
 
 
 class ReadAhead:
-    """One node's blocks of one call that are on SSD (``waiting``, positions in the order they are fetched).
+    """One node's blocks of one call, some on SSD (``waiting``: positions in the order they are fetched).
 
-    :meth:`before` goes before each part is fetched. All are asked for at once; those that the node's bound on
-    reading ahead left out are asked for again as parts are fetched. It only ever saves time: a block that was
-    not read ahead is read when it is fetched, so a node that refuses is not asked any more.
+    :meth:`before` goes before each part is fetched. All are asked for at once, those in memory first, so that
+    they count as used and do not make room for the others; those that the node's bound on reading ahead left out
+    are asked for again as parts are fetched. It only ever saves time: a block that was not read ahead is read when
+    it is fetched, so a node that refuses is not asked any more.
     """
 
     def __init__(self, asked: Asked, peer: Peer, waiting: Positions) -> None:

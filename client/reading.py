@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -16,7 +17,7 @@ from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, RecentLocations
 from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
-from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first
+from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first, pieces_of_node, positions_of
 from kvstrata.client.read_ahead import ReadAhead
 from kvstrata.client.results import NO_TIER
 from kvstrata.proto.errors import KVError
@@ -31,10 +32,13 @@ _LOADED: Final = int(BlockStatus.LOADED)
 _MISSING: Final = int(BlockStatus.MISSING)
 _EVICTED: Final = int(BlockStatus.EVICTED)
 _READ_ERROR: Final = int(BlockStatus.READ_ERROR)
+_NO_ROOM: Final = int(BlockStatus.NO_ROOM)
 _SSD: Final = int(Tier.SSD)
 
 #: What is read from SSD comes in pieces of so many bytes: one is copied while the node reads the next.
 PIECE_BYTES: Final = 32 << 20
+#: Blocks for which a node had no room are asked for again so often, in ever smaller pieces.
+ROOM_TURNS: Final = 3
 
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
@@ -133,11 +137,29 @@ class Reader:
         What is on SSD (bool[count]) is asked for in advance and fetched last, in pieces, so that the node reads
         the next piece while one is copied.
         """
-        asked, moved, ahead = work.asked, 0, None
         peer = self._peers.get(node)
-        if peer is not None and on_ssd is not None:
-            parts, late = memory_first(parts, on_ssd, max(1, PIECE_BYTES // asked.namespace.block_bytes))
-            ahead = ReadAhead(asked, peer, late)
+        if peer is None or on_ssd is None:
+            return self._fetch_all(work, node, peer, parts, None)
+        piece = max(1, PIECE_BYTES // work.asked.namespace.block_bytes)
+        parts = memory_first(parts, on_ssd, piece)
+        mine = np.concatenate([positions_of(part.where) for part in parts])
+        ahead = ReadAhead(work.asked, peer, mine)
+        moved = self._fetch_all(work, node, peer, parts, ahead)
+        for _ in range(ROOM_TURNS):
+            # Memory was short of room for a whole piece: for what has come it is free again.
+            mine = mine[work.status[mine] == _NO_ROOM]
+            piece = max(1, min(piece, len(mine)) // 4)
+            if not len(mine) or time.monotonic() > work.asked.deadline:
+                break
+            moved += self._fetch_all(work, node, peer, list(pieces_of_node(parts[0].node, mine, piece)), None)
+        read = ahead.from_ssd
+        work.tier[read[work.status[read] == _LOADED]] = _SSD
+        return moved
+
+    def _fetch_all(
+        self, work: _Work, node: Endpoint, peer: Peer | None, parts: Sequence[Part], ahead: ReadAhead | None
+    ) -> int:
+        asked, moved = work.asked, 0
         for part in parts:
             if ahead is not None:
                 ahead.before(part)
@@ -148,9 +170,6 @@ class Reader:
                 fetched = _guarded(work.attempt, peer, part.where, hashes, len(hashes) // asked.namespace.hash_bytes)
             self._settle(work, node, part.where, hashes, fetched, guessed=False)
             moved += fetched.bytes_moved
-        if ahead is not None:
-            read = ahead.from_ssd
-            work.tier[read[work.status[read] == _LOADED]] = _SSD
         return moved
 
     def _settle(

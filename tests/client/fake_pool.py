@@ -62,6 +62,7 @@ class FakeNode:
     on_ssd: set[bytes] = field(default_factory=set)
     reading: list[bytes] = field(default_factory=list)
     read_ahead_max: int = 1 << 30
+    room: int = 1 << 30
     calls: list[tuple[str, list[bytes]]] = field(default_factory=list)
     durable: bool = False
 
@@ -107,7 +108,7 @@ class FakePeer:
         for i, name in enumerate(names):
             data = node.blocks.get((plain(request.namespace), request.salt, name))
             known = BlockStatus.MISSING if data is None else BlockStatus.LOADED
-            status.append(node.answers.get(name, known))
+            status.append(node.answers.get(name, known if i < node.room else BlockStatus.NO_ROOM))
             tier.append(node.read(name))
             if status[-1] == BlockStatus.LOADED and data is not None:
                 _scatter(request.blocks, i, data)

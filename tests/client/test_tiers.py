@@ -85,7 +85,7 @@ def test_what_is_on_ssd_is_asked_for_first_and_fetched_last_in_pieces(world: Cal
     at = world(8).on_ssd(1, 4, 5, 6, 7)
     assert at.load() == [0, 1, 0, 0, 1, 1, 1, 1], "where they were when they were asked for, though read ahead"
     assert at.calls() == [
-        ("prefetch", [1, 4, 5, 6, 7]),
+        ("prefetch", [0, 2, 3, 1, 4, 5, 6, 7]),
         ("fetch", [0, 2]),
         ("fetch", [3]),
         ("fetch", [1, 4]),
@@ -140,18 +140,33 @@ def test_a_block_that_cannot_be_read_is_a_reported_miss_and_one_without_room_is_
     assert [report.hashes for report in at.master.reports] == [at.names[1]]
 
 
+def test_blocks_without_room_are_asked_for_again_in_smaller_pieces(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.client.reading.PIECE_BYTES", 100 * SIZE)
+    at = world(12)
+    at.node.room = 8  # blocks a call
+    at.on_ssd(*range(10))
+    assert len(at.load()) == 12
+    assert [names for what, names in at.calls() if what == "fetch"] == [
+        [10, 11],
+        list(range(10)),
+        [8],
+        [9],
+    ]
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 5))
 def test_memory_first_moves_every_position_once_and_in_order(on_ssd: list[bool], piece: int, cut: int) -> None:
     mask = np.array(on_ssd)
     whole = [Part(7, slice(low, min(low + cut, len(mask)))) for low in range(0, len(mask), cut)]
-    parts, late = memory_first(whole, mask, piece)
+    parts = memory_first(whole, mask, piece)
     served = np.concatenate([positions_of(part.where) for part in parts]).tolist()
     if mask.any():
         assert served == np.flatnonzero(~mask).tolist() + np.flatnonzero(mask).tolist()
-        assert late.tolist() == np.flatnonzero(mask).tolist()
         assert all(len(positions_of(part.where)) <= piece and part.node == 7 for part in parts)
     else:
-        assert parts == whole and not len(late)
+        assert parts == whole
 
 
 # -------------------------------------------------------------------- prefetch
