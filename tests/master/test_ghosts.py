@@ -186,8 +186,9 @@ def test_graves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [graves.find(number) is not None for number in range(4)] == [False, True, True, False]
 
 
-def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.master.table.MOVED_AT_ONCE", 64)
+@pytest.mark.parametrize("at_once", [64, 1 << 16])
+def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("kvstrata.master.table.MOVED_AT_ONCE", at_once)
     table = Table()
     table.put(keys_of(range(500)), np.arange(1, 501, dtype=np.uint32))
     seen: set[int] = set()
