@@ -52,7 +52,8 @@ def print_tenant(row: control.TenantRow, listed: control.TenantList) -> None:
 
 def print_what_if(row: control.TenantRow) -> None:
     table = [(f"{it.factor:g}x", format_size(it.bytes), f"{it.hit_rate:.1%}") for it in row.what_if]
-    print_table(f"with another quota ({row.sampled} sampled uses)", ("quota", "bytes", "hit rate"), table)
+    typer.echo(f"with another quota, by {row.sampled} sampled uses:")
+    print_table("", ("quota", "bytes", "hit rate"), table)
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
