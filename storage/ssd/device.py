@@ -27,7 +27,7 @@ from kvstrata.storage.ssd.superblock import Folder, Superblock
 log = get_logger(__name__)
 
 #: Reads in flight a device, and writes: more gain nothing where it was measured (bench/ssd.py).
-READ_THREADS: Final = 8
+READ_THREADS: Final = 16
 WRITE_THREADS: Final = 2
 #: An operation that takes longer makes the device stalled, then failed.
 SLOW_S: Final = 2.0

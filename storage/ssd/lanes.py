@@ -21,8 +21,8 @@ from kvstrata.storage.ssd.raw_file import aligned_buffer
 
 log = get_logger(__name__)
 
-#: A thread's buffer: a slot of up to 4 MiB, or a run of smaller ones. Pages come with use.
-BUFFER_BYTES: Final = (4 << 20) + HEADER_BYTES
+#: A thread's buffer: a slot of a block of up to 2 MiB, or a run of smaller ones. Pages come with use.
+BUFFER_BYTES: Final = (2 << 20) + HEADER_BYTES
 
 
 class GivenUp(Exception):

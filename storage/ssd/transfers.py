@@ -19,7 +19,7 @@ from kvstrata.storage.ssd.base import HEADER_BYTES, SECTOR_BYTES, Extent, SlotHe
 from kvstrata.storage.ssd.device import Device
 from kvstrata.storage.ssd.lanes import BUFFER_BYTES, Batch
 from kvstrata.storage.ssd.raw_file import read_fully, write_fully
-from kvstrata.storage.ssd.slots import decode_header, encode_header, padded
+from kvstrata.storage.ssd.slots import decode_header, encode_header
 
 #: Smaller runs are not split further, whatever the number of threads.
 RUN_BYTES_MIN = 256 << 10
@@ -101,17 +101,18 @@ def _take(device: Device, item: Item, batch: Batch, slot: memoryview) -> BlockSt
 def _read_large(device: Device, item: Item, batch: Batch, buffer: memoryview) -> BlockStatus:
     digest = xxhash.xxh3_64()
     wanted = len(item.payload)
-    read_fully(device.file, buffer[:SECTOR_BYTES], item.offset)
-    if not _is_header_of(device, item, buffer[:SECTOR_BYTES]):
-        return BlockStatus.CORRUPT
     for start, nbytes in _pieces(item, len(buffer)):
-        read_fully(device.file, buffer[:nbytes], item.offset + HEADER_BYTES + start)
-        part = buffer[: min(nbytes, wanted - start)]
+        read_fully(device.file, buffer[:nbytes], item.offset + start)
+        if not start and not _is_header_of(device, item, buffer[:SECTOR_BYTES]):
+            return BlockStatus.CORRUPT
+        body = buffer[0 if start else HEADER_BYTES : nbytes]
+        at = max(0, start - HEADER_BYTES)
+        part = body[: wanted - at]
         digest.update(part)
-        if _any(buffer[len(part) : nbytes]):
+        if _any(body[len(part) :]):
             return BlockStatus.CORRUPT
         with batch.touching():
-            _copy(item.payload[start : start + len(part)], part)
+            _copy(item.payload[at : at + len(part)], part)
     return BlockStatus.LOADED if digest.intdigest() == item.header.checksum else BlockStatus.CORRUPT
 
 
@@ -175,16 +176,17 @@ def _fill(item: Item, header: bytes, batch: Batch, slot: memoryview) -> None:
 
 
 def _write_large(device: Device, item: Item, header: bytes, batch: Batch, buffer: memoryview) -> None:
-    """The payload first, so that a header with nothing behind it is less likely to be found."""
-    wanted = len(item.payload)
-    for start, nbytes in _pieces(item, len(buffer)):
-        part = min(nbytes, wanted - start)
+    """The piece with the header last, so that a header with nothing behind it is less likely to be found."""
+    for start, nbytes in reversed(list(_pieces(item, len(buffer)))):
+        if not start:
+            buffer[:HEADER_BYTES] = header
+        body = buffer[0 if start else HEADER_BYTES : nbytes]
+        at = max(0, start - HEADER_BYTES)
+        source = item.payload[at : at + len(body)]
         with batch.touching():
-            _copy(buffer[:part], item.payload[start : start + part])
-        buffer[part:nbytes] = bytes(nbytes - part)
-        write_fully(device.file, buffer[:nbytes], item.offset + HEADER_BYTES + start)
-    buffer[:HEADER_BYTES] = header
-    write_fully(device.file, buffer[:HEADER_BYTES], item.offset)
+            _copy(body[: len(source)], source)
+        body[len(source) :] = bytes(len(body) - len(source))
+        write_fully(device.file, buffer[:nbytes], item.offset + start)
 
 
 def erase_run(device: Device, offset: int, nbytes: int, buffer: memoryview) -> None:
@@ -198,11 +200,10 @@ def erase_run(device: Device, offset: int, nbytes: int, buffer: memoryview) -> N
 
 
 def _pieces(item: Item, room: int) -> Iterator[tuple[int, int]]:
-    """(start in the payload, bytes in whole sectors) of what goes through the buffer at a time."""
+    """(start in the slot, bytes) of what goes through the buffer at a time."""
     room -= room % SECTOR_BYTES
-    total = padded(len(item.payload))
-    for start in range(0, total, room):
-        yield start, min(room, total - start)
+    for start in range(0, item.slot_bytes, room):
+        yield start, min(room, item.slot_bytes - start)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
