@@ -304,18 +304,23 @@ class Quotas:
         )
 
     def _welcome(self, ledger: Ledger, node_id: str, tier: Tier, told: m.Share | None, first: bool) -> None:
-        """The part that a node begins with: the one it had; what it says it has, if we know no better."""
+        """The part that a node begins with: the one it had, or what it says it has, if we know no better.
+
+        More than it says it has, it gets only if that is sure to be free.
+        """
         part = ledger.part(node_id)
-        says = None if told is None else limit_of(told, tier)
-        if not ledger.limited or says is None:
-            part.restored = False
+        restored, part.restored = part.restored, False
+        if not ledger.limited:
             return
-        if first and part.restored:
-            part.granted = min(says, part.peak)
-        elif first:
-            part.granted = max(part.granted, min(says, ledger.limit - ledger.out()))
-        part.restored = False
-        if says > part.peak:
+        says = None if told is None else limit_of(told, tier)
+        free = max(0, ledger.limit - ledger.out() + part.peak)
+        if first and says is not None:
+            part.granted = min(says, part.peak if restored else max(part.granted, free))
+        else:
+            part.granted = min(part.granted, max(says or 0, free))
+        spoken = sum(other.granted for _, other in ledger if other is not part and not other.restored)
+        part.granted = max(0, min(part.granted, ledger.limit - spoken))  # it may have been lowered meanwhile
+        if says is not None and says > part.peak:
             part.peak = says
             ledger.excuse()
 

@@ -15,6 +15,7 @@ from kvstrata.master.content import Content
 from kvstrata.master.converters import attach_of, events_of, message_of
 from kvstrata.master.hub import Hub, Outbox
 from kvstrata.master.replies import lookup_ok, place_ok
+from kvstrata.master.tenants import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
@@ -59,6 +60,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
         self._hub = hub
         self._views = views
         self._content = Content(hub)
+        self._tenants = Tenants(hub, self._content)
 
     # ------------------------------------------------------------------ sync
 
@@ -104,6 +106,17 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def ListNamespaces(self, request: pb.Empty, context: grpc.ServicerContext) -> control.NamespaceList:
         return _answered(context, self._views.namespaces)
+
+    # ------------------------------------------------------------------ tenants
+
+    def ListTenants(self, request: control.TenantQuery, context: grpc.ServicerContext) -> control.TenantList:
+        return _answered(context, lambda: self._tenants.list(request))
+
+    def SetTenant(self, request: control.TenantSet, context: grpc.ServicerContext) -> control.TenantChanged:
+        return _answered(context, lambda: self._tenants.set(request))
+
+    def RemoveTenant(self, request: control.TenantRemove, context: grpc.ServicerContext) -> control.TenantChanged:
+        return _answered(context, lambda: self._tenants.remove(request))
 
     # ------------------------------------------------------------------ content
 

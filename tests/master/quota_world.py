@@ -43,12 +43,18 @@ class FakeNode:
     def lapsed(self, now: float) -> bool:
         return self.heard_at is not None and self.ttl_s > 0 and now - self.heard_at >= self.ttl_s
 
+    def admits(self, tier: Tier, salt: str, now: float) -> bool:
+        """Within its share's time a limited tenant may grow also on a node without a link. One without a limit
+        has only the master to send it there, which does not."""
+        away = self.session is None and self.limit(tier, salt) is None
+        return self.ready and not self.lapsed(now) and not away
+
     def may_use(self, tier: Tier, salt: str, now: float) -> int:
         """The most that this node may come to use, by all it heard and all that is on the way to it."""
         used = self.used[tier].get(salt, 0)
         if not self.ready and not self.inbox:
             return used
-        heard = [self.limit(tier, salt)] if self.ready and not self.lapsed(now) else []
+        heard = [self.limit(tier, salt)] if self.admits(tier, salt, now) else []
         fallback, named = self.fallback, salt in self.shares
         for message in self.inbox:
             by_salt = {share.salt: share for share in message.shares}
@@ -76,8 +82,8 @@ class FakeNode:
         used, limit = self.used[tier].get(salt, 0), self.limit(tier, salt)
         room = self.capacity[tier] - sum(self.used[tier].values())
         if limit is not None:
-            room = min(room, 0 if self.lapsed(now) else max(0, limit - used))
-        taken = min(nbytes, room) if self.ready else 0
+            room = min(room, max(0, limit - used))
+        taken = min(nbytes, room) if self.admits(tier, salt, now) else 0
         if taken:
             self.used[tier][salt] = used + taken
         if taken < nbytes:
