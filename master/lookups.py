@@ -65,7 +65,7 @@ def reasons_of(directory: Directory, table: TableKey, keys: Keys, found: Found) 
     missing = np.flatnonzero(~found.present)
     reasons = directory.reasons(found.ids[missing])
     reasons[found.codes[missing] != 0] = MissReason.SHARD_MISSING
-    keys = keys[missing]
+    keys = keys if len(missing) == len(keys) else keys[missing]
     grave = directory.graves.find(table)
     if grave is not None:
         unknown = np.flatnonzero(reasons == MissReason.NEVER_STORED)
@@ -73,9 +73,10 @@ def reasons_of(directory: Directory, table: TableKey, keys: Keys, found: Found) 
     return reasons, keys
 
 
-def left(reasons: Reasons) -> npt.NDArray[np.int64]:
-    """Positions of blocks that no node has."""
-    return np.flatnonzero(reasons < LEFT_REASONS)
+def left(reasons: Reasons, keys: Keys) -> tuple[npt.NDArray[np.int64], Keys]:
+    """Positions of the blocks that no node has, and their keys."""
+    gone = np.flatnonzero(reasons < LEFT_REASONS)
+    return gone, keys if len(gone) == len(keys) else keys[gone]
 
 
 class RequestLog:

@@ -284,9 +284,9 @@ class MasterState:
             return LookedUp(found, True, np.full(missing, MissReason.NOT_YET, dtype=np.uint8))
         table = TableKey(group, namespace.shard, salt)
         reasons, missing_keys = reasons_of(self.directory, table, keys, found)
-        gone = left(reasons)
+        gone, gone_keys = left(reasons, missing_keys)
         if gone.size:
-            coming = self._coming(table, missing_keys[gone], now)
+            coming = self._coming(table, gone_keys, now)
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
