@@ -13,10 +13,12 @@ from types import TracebackType
 from typing import Final
 
 from kvstrata.master.channel import Endpoints, MasterChannel
+from kvstrata.master.content import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
 from kvstrata.master.service import serve
 from kvstrata.master.store import SqliteStore
+from kvstrata.master.tenants import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
@@ -66,7 +68,7 @@ class Master:
         grpc_server, self.endpoints.grpc = serve(self.hub, self.views, config.grpc)
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
         self._stops.append(lambda: self.hub.close_sessions("the master stops"))
-        web = WebServer(application(self.hub, self.views), config.http)
+        web = WebServer(application(self.hub, self.views, Tenants(self.hub, Content(self.hub))), config.http)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
         self.hub.start(self.loops)

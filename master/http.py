@@ -1,4 +1,4 @@
-"""HTTP of the master: /metrics, /healthz, /readyz."""
+"""HTTP of the master: /metrics, /healthz, /readyz, /quota."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from starlette.routing import Route
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
+from kvstrata.master.quota_api import routes
+from kvstrata.master.tenant_metrics import tenant_metrics
+from kvstrata.master.tenants import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto import control_pb2 as control
 
@@ -22,7 +25,8 @@ from kvstrata.proto import control_pb2 as control
 class _StateCollector(Collector):
     """Gauges worked out at the scrape."""
 
-    def __init__(self, hub: Hub, views: Views) -> None:
+    def __init__(self, hub: Hub, views: Views, tenants: Tenants) -> None:
+        self._tenants = tenants
         self._hub = hub
         self._views = views
 
@@ -51,6 +55,7 @@ class _StateCollector(Collector):
             ("store_failures", "Writes the state store refused", self._hub.journal.failures),
         ):
             yield GaugeMetricFamily(f"kvstrata_master_{name}", text, value=value)
+        yield from tenant_metrics(self._hub, self._tenants)
 
 
 def _plain(report: control.HealthReport) -> dict[str, object]:
@@ -59,10 +64,10 @@ def _plain(report: control.HealthReport) -> dict[str, object]:
     return body | {"problems": list(report.problems), "loop_age_seconds": dict(report.loop_age_seconds)}
 
 
-def application(hub: Hub, views: Views) -> Starlette:
+def application(hub: Hub, views: Views, tenants: Tenants) -> Starlette:
     """The ASGI application."""
     registry = hub.metrics.registry
-    registry.register(_StateCollector(hub, views))
+    registry.register(_StateCollector(hub, views, tenants))
 
     async def metrics(_: Request) -> Response:
         return Response(await run_in_threadpool(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
@@ -80,5 +85,6 @@ def application(hub: Hub, views: Views) -> Starlette:
             Route("/metrics", metrics),
             Route("/healthz", healthz),
             Route("/readyz", readyz),
+            *routes(tenants),
         ]
     )

@@ -30,7 +30,8 @@ class FakeNode:
     heard_at: float | None = None
     ttl_s: float = 0.0
     session: int | None = None
-    ready: bool = False  #: has heard the attach's answer in this process
+    ready: bool = False  #: has heard an attach's answer in this process
+    answered: bool = False  #: ... and that of the present session
     used: dict[Tier, dict[str, int]] = field(default_factory=lambda: {tier: {} for tier in TIERS})
     wanted: dict[Tier, dict[str, int]] = field(default_factory=lambda: {tier: {} for tier in TIERS})
     inbox: deque[m.SendShares] = field(default_factory=deque)
@@ -46,7 +47,7 @@ class FakeNode:
     def admits(self, tier: Tier, salt: str, now: float) -> bool:
         """Within its share's time a limited tenant may grow also on a node without a link. One without a limit
         has only the master to send it there, which does not."""
-        away = self.session is None and self.limit(tier, salt) is None
+        away = not self.answered and self.limit(tier, salt) is None
         return self.ready and not self.lapsed(now) and not away
 
     def may_use(self, tier: Tier, salt: str, now: float) -> int:
@@ -69,7 +70,7 @@ class FakeNode:
     def hear(self, now: float) -> None:
         message = self.inbox.popleft()
         if message.whole:
-            self.shares, self.ready = {}, True
+            self.shares, self.ready, self.answered = {}, True, True
             self.fallback = NOTHING
         for salt in message.forgotten:
             self.shares.pop(salt, None)
@@ -114,7 +115,7 @@ class FakeNode:
         self.outbox.append(m.NodeUsage(tenants=rows, shares_revision=self.revision))
 
     def cut(self) -> None:
-        self.session = None
+        self.session, self.answered = None, False
         self.inbox.clear()
         self.outbox.clear()
 
