@@ -37,6 +37,8 @@ YIELD_S: Final = 0.05
 IDLE_S: Final = 0.5
 #: A device that keeps a call for longer than this shows in health.
 STUCK_S: Final = 20.0
+#: The batch under way when the time for the last flush is over may take as long more.
+LET_GO_S: Final = 1.0
 #: Reads that fail are logged at most this often.
 WARN_S: Final = 5.0
 #: The threads' names, also in health.
@@ -223,7 +225,7 @@ class Movers:
         # In a thread of its own: a device that hangs must not hold up the stop.
         flush = threading.Thread(target=self._flush, args=(flush_s,), name="kvstrata-ssd-flush", daemon=True)
         flush.start()
-        flush.join(flush_s + 1.0)
+        flush.join(flush_s + LET_GO_S)
         if flush.is_alive():
             log.warning("stopping: the SSD does not answer, going on without it")
 

@@ -26,8 +26,9 @@ from kvstrata.storage.write_budget import Allowance, WriteBudget
 
 #: Blocks of one tenant in one namespace read by one mover at a time, so that several read side by side.
 PIECE_BYTES: Final = 4 << 20
-#: Demotion keeps the cold end of DRAM clean, down to this part of the DRAM that a node or a tenant may fill.
-LOW_WATERMARK: Final = 0.5
+#: Demotion keeps the cold end of DRAM clean, down to this part of the DRAM that a node or a tenant may fill. Low,
+#: because a burst of reads from SSD evicts as fast as it reads; each block is written once, sooner or later.
+LOW_WATERMARK: Final = 0.25
 #: Blocks looked at in one search for something to demote: the length of the clean end, at the least.
 SCAN_BLOCKS: Final = 4096
 #: Found by one search, kept for the batches that follow.

@@ -11,7 +11,7 @@ from kvstrata.storage.quarantine import QUARANTINE_BLOCKS, QUARANTINE_S
 from kvstrata.storage.recovery import recover
 from kvstrata.storage.ssd.base import Removal
 from kvstrata.storage.ssd_policy import SsdPolicy
-from kvstrata.storage.tiers import MOVE_S
+from kvstrata.storage.tiers import LOW_WATERMARK, MOVE_S
 
 from .conftest import holds, key, keys
 from .memory_store import MemoryStore
@@ -53,9 +53,8 @@ def test_the_coldest_go_first_and_stay_readable_from_both(two: TierNode) -> None
     assert two.moves.durable(two.handle, "", [key(14), key(15)]) == b"\0\1"
 
 
-def test_nothing_is_demoted_before_dram_is_half_full(two: TierNode) -> None:
-    half = two.arena.bytes_total // 2 // 4096
-    two.store(range(half))
+def test_nothing_is_demoted_below_the_watermark(two: TierNode) -> None:
+    two.store(range(int(two.arena.bytes_total * LOW_WATERMARK) // 4096))
     assert two.demote(everything=False) == []
     two.store(range(100, 103))
     assert len(two.demote(everything=False)) == 3, "as much as is above the watermark"
@@ -67,7 +66,7 @@ def test_a_tenant_near_its_share_is_kept_clean_though_the_node_is_empty(two: Tie
     two.store(range(8), salt="a")
     two.store(range(100, 104), salt="b")
     done = two.demote(everything=False)
-    assert set(done) == {key(n) for n in range(4, 8)}
+    assert set(done) == {key(n) for n in range(2, 8)}
 
 
 def test_what_leaves_unwritten_is_counted(two: TierNode) -> None:
