@@ -201,7 +201,7 @@ def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.Mo
             break
         cursor = after
         if step < 40:
-            fresh = range(1000 + 20 * step, 1020 + 20 * step)
+            fresh = range(1000 + 100 * step, 1100 + 100 * step)
             table.put(keys_of(fresh), np.array(fresh, dtype=np.uint32))
     assert seen >= set(range(1, 501))
 
