@@ -5,7 +5,7 @@ Nothing is recorded for this alone: holders, ghosts, graves, intents, and the ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -28,6 +28,8 @@ from kvstrata.proto.status import Tier
 #: Tables looked into for one answer, and places and lines named in it.
 TABLES_MAX: Final = 2048
 NAMED_MAX: Final = 64
+#: Tables whose part of the chronicle is read: a pass over all of it each.
+STORIES_MAX: Final = 16
 PRESENT: Final = "present"
 
 
@@ -134,19 +136,21 @@ def _tables(state: MasterState, groups: list[Group], salt: str | None) -> list[T
     return list(islice(within, TABLES_MAX))
 
 
-def _gathered(state: MasterState, key: Keys, tables: Iterable[TableKey], now: float) -> _Evidence:
+def _gathered(state: MasterState, key: Keys, tables: Sequence[TableKey], now: float) -> _Evidence:
     evidence = _Evidence()
+    told = 0
     shards: dict[tuple[int, str], int] = {}
     for table in tables:
         group = state.namespaces.by_number(table.group)
         if group is None:
             continue
-        routable = _look_into(state, key, table, group, evidence)
-        if routable:
+        known = bool(state.directory.known_ids(table, key)[0]) or bool(state.directory.graves.holds(table, key)[0])
+        if known and _look_into(state, key, table, group, evidence):
             shards[table.group, table.salt] = shards.get((table.group, table.salt), 0) + 1
             evidence.complete |= shards[table.group, table.salt] == group.shard_count
         evidence.coming |= state.in_flight(table, key, now)
-        if len(evidence.story) < NAMED_MAX:
+        if (known or len(tables) <= STORIES_MAX) and told < STORIES_MAX:
+            told += 1
             evidence.story += state.chronicle.story(table._replace(group=group.first), key)
     if shards and not evidence.complete:
         evidence.held = MissReason.SHARD_MISSING

@@ -160,6 +160,21 @@ def test_hashes_and_requests_that_nobody_can_know() -> None:
         explain_request(world.state, "r1", world.now)
 
 
+def test_a_hash_of_nobody_in_particular_is_looked_for_in_many_tables_and_read_of_in_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    session = world.up()
+    for seq in range(1, 101):
+        world.delta(session, seq, add=[1 if seq == 50 else 2], salt=f"t{seq}")
+    read: list[object] = []
+    story = world.state.chronicle.story
+    monkeypatch.setattr(world.state.chronicle, "story", lambda *about: read.append(about) or story(*about))
+    told = explain_block(world.state, hashes(1), "", None, world.now)
+    assert (told.verdict, told.salt, len(read)) == ("present", "t50", 1)
+    assert [line.what for line in told.story if "dram" in line.what] == ["added (dram)"]
+
+
 # ---------------------------------------------------------------------- requests
 
 
