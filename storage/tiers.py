@@ -470,7 +470,7 @@ class TierMoves:
         assert len(set(targets)) == len(targets), "a block is the target of two moves"
         up = {block for move in self._moves if move.up for block in move.target}
         assert up == self._arriving.keys(), "arriving blocks and moves differ"
-        keys = [(b.shelf.entry.handle, b.shelf.salt, b.hash) for b in targets if b.state == IN_FLIGHT]
+        keys = [(b.shelf.entry.handle, b.shelf.salt, b.hash) for b in targets if _arrives(b)]
         assert len(set(keys)) == len(keys), "a key moves twice at once"
         for move in self._moves:
             assert not move.over and len(move.source) == len(move.target) == sum(len(p.blocks) for p in move.parts)
@@ -486,3 +486,8 @@ def _stands(block: Block) -> bool:
 def _worth_it(block: Block, allowance: Allowance) -> bool:
     """When writes are scarce, only what was used since it was stored is worth one."""
     return allowance is Allowance.AMPLE or block.stamp != block.born
+
+
+def _arrives(block: Block) -> bool:
+    """A target that can still be published: of a retired shelf, none can."""
+    return block.state == IN_FLIGHT and not block.shelf.retired

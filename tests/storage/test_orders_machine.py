@@ -24,10 +24,11 @@ from kvstrata.storage.tiers import Move, Read
 from .conftest import key, payload
 from .ordered_node import OrderedNode
 
-NUMBERS = range(5)
+NUMBERS = range(3)
 SALTS = ("a", "b")
 Place = tuple[str, int]
-places = st.tuples(st.sampled_from(SALTS), st.sampled_from(list(NUMBERS)))
+PLACES: list[Place] = [(salt, number) for salt in SALTS for number in NUMBERS]
+places = st.sampled_from(PLACES)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class Orders(RuleBasedStateMachine):
         self.moves: list[Move] = []
         self.reads: list[Read] = []
         self.sends: list[tuple[Lease, Place, bytes]] = []
-        self.versions = 0
+        self.versions = self.epoch = 0
+        self.bumps: dict[int, int] = {}
+        for place in PLACES:
+            self.store(place)
+        self.demote_at_once()
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
@@ -75,7 +80,11 @@ class Orders(RuleBasedStateMachine):
             self.may_return.setdefault(place, set()).add(version)
 
     @rule()
-    def demote(self) -> None:
+    def demote_at_once(self) -> None:
+        self.node.demote()
+
+    @rule()
+    def begin_to_demote(self) -> None:
         move = self.node.moves.demotions(1 << 20, self.node.now, everything=True)
         if move is not None:
             self.moves.append(move)
@@ -128,12 +137,16 @@ class Orders(RuleBasedStateMachine):
         for place in [place for place in self.now_readable if gone(place)]:
             del self.now_readable[place]
 
-    @rule()
-    def bump(self) -> None:
-        self.ordered(self.node.bump(self.node.epoch + 1), lambda place: True)
+    @rule(at_once=st.booleans())
+    def bump(self, at_once: bool) -> None:
+        number = self.node.bump(self.node.epoch + 1)
+        self.bumps[number] = self.node.epoch
+        self.ordered(number, lambda place: True)
+        if at_once:
+            self.turn()
 
-    @rule(salt=st.sampled_from([*SALTS, None]), erase=st.booleans())
-    def drop(self, salt: str | None, erase: bool) -> None:
+    @rule(salt=st.sampled_from([*SALTS, None]), erase=st.booleans(), at_once=st.booleans())
+    def drop(self, salt: str | None, erase: bool, at_once: bool) -> None:
         slots = {
             (block.slab.index, block.slot, block.generation)
             for block in self.node.ssd.blocks()
@@ -143,6 +156,8 @@ class Orders(RuleBasedStateMachine):
         self.ordered(number, lambda place: salt in (None, place[0]))
         if erase:
             self.to_erase[number] = slots
+        if at_once:
+            self.turn()
 
     @rule(place=places)
     def remove(self, place: Place) -> None:
@@ -153,8 +168,10 @@ class Orders(RuleBasedStateMachine):
         for number, error in self.node.turn():
             ended = self.ends.pop(number)
             slots, begun = self.to_erase.pop(number, set()), self.begun.pop(number, set())
+            epoch = self.bumps.pop(number, 0)
             if error:
                 continue
+            self.epoch = max(self.epoch, epoch)
             for place, version in ended:
                 self.may_return[place].discard(version)
             for index, slot, generation in slots:
@@ -168,9 +185,9 @@ class Orders(RuleBasedStateMachine):
         self.node.state.expire(self.node.now)
         self.node.moves.expire(self.node.now)
 
-    @rule()
-    def device_changes_its_mind(self) -> None:
-        self.node.disk_store.refuses = not self.node.disk_store.refuses
+    @rule(refuses=st.sampled_from([False, False, True]))
+    def device_changes_its_mind(self, refuses: bool) -> None:
+        self.node.disk_store.refuses = refuses
 
     @rule()
     def crash(self) -> None:
@@ -178,6 +195,8 @@ class Orders(RuleBasedStateMachine):
         before.arena.close()
         self.moves, self.reads, self.sends, self.ends, self.to_erase, self.begun = [], [], [], {}, {}, {}
         epoch = self.node.epoch
+        assert epoch >= self.epoch, "new weights were confirmed, and forgotten"
+        self.bumps = {}
         self.now_readable = {p: {v for v in vs if v.epoch == epoch} for p, vs in self.may_return.items()}
 
     # ------------------------------------------------------------------ what holds
@@ -203,5 +222,5 @@ class Orders(RuleBasedStateMachine):
 
 TestOrders = Orders.TestCase
 TestOrders.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
