@@ -12,6 +12,7 @@ from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_prin
 from kvstrata.cli.settings import load_config
 from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, parse_size, size_flag
 from kvstrata.proto.errors import ConfigError
+from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.ssd_policy import SsdPolicy
 
 DRAM_BYTES_MIN = 8 << 20
@@ -68,6 +69,10 @@ def storage(
         int | None,
         size_flag(help="Bytes a day that may be written to SSD; when short, only blocks used again are."),
     ] = None,
+    eviction: Annotated[
+        EvictionOrder,
+        typer.Option(help="What leaves first: blocks used once, where that hits more often, or the least recent."),
+    ] = EvictionOrder.SEGMENTED,
     name: Annotated[str | None, typer.Option(help="Node id; kept in the data directory from then on.")] = None,
     hugepages: Annotated[bool, typer.Option(help="Back blocks with huge pages.")] = False,
     slab: Annotated[
@@ -96,6 +101,7 @@ def storage(
             ssd=tuple(parse_device(each) for each in ssd or ()),
             ssd_policy=ssd_policy,
             ssd_daily_writes=ssd_daily_writes,
+            eviction=eviction,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
+from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
@@ -40,6 +41,7 @@ class StorageConfig:
     ssd: tuple[tuple[Path, int], ...] = ()
     ssd_policy: SsdPolicy = SsdPolicy.DEMOTE
     ssd_daily_writes: int | None = None
+    eviction: EvictionOrder = EvictionOrder.SEGMENTED
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""

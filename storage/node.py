@@ -26,10 +26,13 @@ from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.config import StorageConfig, open_store
 from kvstrata.storage.eraser import Eraser
+from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
+from kvstrata.storage.orders import LruOrder, Order
 from kvstrata.storage.policies import PolicyFile
 from kvstrata.storage.report import NodeReport
+from kvstrata.storage.segmented_order import SegmentedOrder
 from kvstrata.storage.sidecar import Sidecar
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.ssd_tier import SsdTier
@@ -48,6 +51,10 @@ TEND_S: Final = 0.5
 #: sun_path holds 107 bytes; the rest is for what containers mount in front.
 UNIX_PATH_BYTES_MAX: Final = 100
 STOP_S: Final = 2.0
+ORDERS: Final[dict[EvictionOrder, Callable[[], Order]]] = {
+    EvictionOrder.SEGMENTED: SegmentedOrder,
+    EvictionOrder.LRU: LruOrder,
+}
 
 
 class StorageNode:
@@ -78,7 +85,7 @@ class StorageNode:
         except BaseException:
             self.stop()
             raise
-        self.state = NodeState(self.arena, quotas=quotas, ssd=store)
+        self.state = NodeState(self.arena, quotas=quotas, ssd=store, order=ORDERS[config.eviction])
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd = self._ssd_tier(store) if store is not None else None

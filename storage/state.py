@@ -7,7 +7,7 @@ one byte a block (:class:`~kvstrata.proto.status.BlockStatus`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +21,7 @@ from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
 from kvstrata.storage.namespaces import NamespaceBook
+from kvstrata.storage.orders import LruOrder, Order
 from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
@@ -113,26 +114,27 @@ class NodeState:
         deltas: DeltaLog | None = None,
         ssd: SsdStore | None = None,
         quotas: QuotaBook | None = None,
+        order: Callable[[], Order] = LruOrder,
     ) -> None:
         self.counts = Counts()
         self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
-        self.inventory = Inventory(arena, policy or IsolatedLRU(), self.deltas, self.counts, quotas=self.quotas)
+        self.inventory = Inventory(arena, policy or IsolatedLRU(order), self.deltas, self.counts, quotas=self.quotas)
         self.arena = arena
         self.store = ssd
-        self.ssd = self._ssd_tier(ssd)
+        self.ssd = self._ssd_tier(ssd, order)
         self._sessions: dict[bytes, Holdings] = {}
         self.leases = LeaseBook(self.inventory, self._sessions)
         self.reservations = ReservationBook(self.inventory, self._sessions)
         self.known = NamespaceBook()
 
-    def _ssd_tier(self, store: SsdStore | None) -> Inventory | None:
+    def _ssd_tier(self, store: SsdStore | None, order: Callable[[], Order]) -> Inventory | None:
         """The same bookkeeping over the extents of the node's devices, with a policy of its own."""
         if store is None:
             return None
         return Inventory(
             store.arena,
-            IsolatedLRU(),
+            IsolatedLRU(order),
             self.deltas,
             self.counts,
             tier=Tier.SSD,
