@@ -25,7 +25,7 @@ from kvstrata.storage.ssd.faults import Faults
 from kvstrata.storage.ssd.log import SsdLog
 from kvstrata.storage.ssd.opening import DeviceConfig
 from kvstrata.storage.ssd_policy import SsdPolicy
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push, Pushed
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Named, Push, Pushed
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
@@ -295,3 +295,19 @@ def test_a_size_that_the_disk_has_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         StorageNode(config)
     StorageNode(StorageConfig((), ANY, ANY, tmp_path / "n", 8 << 20, slab_bytes=1 << 20)).stop()
+
+
+def test_a_prefetch_is_answered_at_once_and_read_meanwhile(faulty: tuple[StorageNode, Faults]) -> None:
+    node, faults = faulty
+    ready = node.start()
+    push(ready)
+    _forget_memory(node)
+    peer = TcpTransport(Identity.new()).connect(endpoint(ready))
+    faults.stall()
+    ask = Named(NAMESPACE, "", HASHES[: 9 * 16], time.monotonic() + DEADLINE_S)
+    assert peer.prefetch(ask).tolist() == [int(BlockStatus.IN_FLIGHT)] * 8 + [int(BlockStatus.MISSING)]
+    faults.resume()
+    until(lambda: peer.prefetch(ask).tolist()[:8] == [LOADED] * 8)
+    peer.close()
+    got, into = fetch(ready)
+    assert set(got.tier) == {Tier.DRAM} and np.array_equal(into, PAYLOAD[:8])
