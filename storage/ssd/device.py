@@ -239,7 +239,11 @@ class Device:
         return extent.device_offset // self.superblock.extent_bytes
 
     def cut(self, extent: Extent, slot_bytes: int, buffer: memoryview) -> None:
-        """Say durably how the extent is cut, unless the device says so already. Raises OSError."""
+        """Say how the extent is cut, unless the device says so already. Raises OSError.
+
+        The flush that makes the slots durable does the same for this: without it none of them counts, since they
+        carry the new serial.
+        """
         ordinal = self.ordinal(extent)
         with self._shape_locks[ordinal]:
             if self.shapes[ordinal].slot_bytes == slot_bytes:
@@ -251,7 +255,6 @@ class Device:
             sector = buffer[:SECTOR_BYTES]
             sector[:] = encode_shape(shape, self.superblock.device_id, ordinal)
             write_fully(self.file, sector, extent.device_offset)
-            self.flush()
             self.shapes[ordinal] = shape
 
     def flush(self) -> None:

@@ -165,6 +165,35 @@ def test_a_misplaced_or_foreign_slot_is_not_believed(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_slot_that_landed_elsewhere_is_not_found_there(tmp_path: Path) -> None:
+    versions = filled([tmp_path], range(3))
+    store = Store([tmp_path]).scan()
+    first, last = store.blocks[key(0)], store.blocks[key(2)]
+    store.close()
+    with (tmp_path / "extents").open("r+b") as stream:
+        stream.seek(first.offset)
+        slot = stream.read(first.slab.slot_bytes)
+        stream.seek(last.offset + last.slab.slot_bytes)
+        stream.write(slot)
+        os.fsync(stream.fileno())
+    store = Store([tmp_path]).scan()
+    assert store.report is not None and (store.report.blocks, store.report.stale) == (3, 1)
+    everything(store, versions)
+    store.close()
+
+
+def test_numbers_of_a_start_are_greater_than_all_before(tmp_path: Path) -> None:
+    """Also when nothing is left that has one: removals that are still remembered name them."""
+    store = Store([tmp_path]).scan()
+    store.write(versions_of(range(3)))
+    assert store.remove([key(number) for number in range(3)])
+    last = store.log.arena.next_generation()
+    store.close()
+    store = Store([tmp_path])
+    assert store.log.arena.next_generation() > last
+    store.close()
+
+
 # ---------------------------------------------------------------------- removals
 
 
