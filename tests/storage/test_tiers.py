@@ -215,15 +215,17 @@ def test_a_second_reader_waits_for_the_read_under_way(two: TierNode) -> None:
 
 
 def test_what_has_arrived_stays_until_its_reader_has_it(two: TierNode) -> None:
+    """And what was there already stays for what is coming."""
     cold(two, range(4))
-    read = two.begin_read(range(4))
+    two.store([50])
+    read = two.begin_read([50, *range(4)])
     assert read is not None
     two.finish(read.moves[0])
     for n in range(1000, 1200):
         two.now += 1.0
         two.state.expire(two.now)
         two.store([n])
-    assert two.present(range(4)) == [0, 1, 2, 3]
+    assert two.present([50, *range(4)]) == [50, 0, 1, 2, 3]
     two.moves.end_read(read)
     two.make_room(range(4))
 
