@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
+from kvstrata.storage.admission import Admission
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.grid import SlotGrid
@@ -29,8 +30,6 @@ SWEEP_AT_ADMISSION: Final = 4096
 SWEEP_STEP: Final = 64
 #: Slabs of other sizes that are looked at, the coldest first, before one is taken over.
 SLABS_LOOKED_AT: Final = 8
-#: Salts whose refused bytes are remembered between two reports.
-WANTED_SALTS_MAX: Final = 4096
 
 _VERBS: Final = {
     Departure.ROOM: "evicted",
@@ -59,7 +58,7 @@ class Inventory:
         self.slot_bytes = slot_bytes
         self.arena = arena
         self.policy = policy
-        self.quotas = quotas
+        self.admission = Admission(self, quotas) if quotas is not None else None
         #: Called for each block that is evicted, while its bytes are still there.
         self.evicted: Callable[[Block], None] | None = None
         #: Keeps slots of dropped scopes from being free before they are overwritten.
@@ -72,9 +71,6 @@ class Inventory:
         self._leaving: set[Block] = set()
         self._retired: dict[Shelf, Departure] = {}
         self._adopted: list[tuple[Block, bytes]] = []
-        self._wanted: dict[str, int] = {}
-        self._over_share: list[str] = []
-        self._shares_seen = 0
         policy.capacity = arena.bytes_total
 
     @property
@@ -101,7 +97,8 @@ class Inventory:
         if shelf.retired:
             return [], BlockStatus.ABORTED
         slot_bytes, salt = self.slot_bytes(shelf.entry), shelf.salt
-        allowed = self._within_share(salt, slot_bytes, len(hashes))
+        admission = self.admission
+        allowed = admission.allowed(salt, slot_bytes, len(hashes)) if admission is not None else len(hashes)
         blocks: list[Block] = []
         sweep = SWEEP_AT_ADMISSION
         while len(blocks) < allowed:
@@ -243,30 +240,11 @@ class Inventory:
 
     # ------------------------------------------------------------------ shares
 
-    def _within_share(self, salt: str, slot_bytes: int, wanted: int) -> int:
-        """How many blocks the tenant's share has room for, once own blocks that this call has not used have left."""
-        book = self.quotas
-        if book is None:
-            return wanted
-        self._know_shares(book)
-        limit = book.limit(self.tier, salt, self.now)
-        if limit is None:
-            return wanted
-        used = self.policy.charges.get(salt, 0)
-        if book.lapsed(self.now):
-            limit = min(limit, used)
-        missing = used + wanted * slot_bytes - limit
-        if missing <= 0:
-            return wanted
-        self._want(salt, min(missing, wanted * slot_bytes))
-        if used > limit:
-            return 0
-        fits = min(wanted, limit // slot_bytes)
-        self._evict_own(salt, used + fits * slot_bytes - limit, Departure.QUOTA, self.policy.stamp)
-        return min(fits, (limit - self.policy.charges.get(salt, 0)) // slot_bytes)
+    def evict_own(self, salt: str, nbytes: int, why: Departure, before: int) -> int:
+        """Evict a tenant's own blocks, in its order, until ``nbytes`` are freed or nothing may leave; bytes freed.
 
-    def _evict_own(self, salt: str, nbytes: int, why: Departure, before: int) -> int:
-        """Evict a tenant's own blocks, in its order, until ``nbytes`` are freed or nothing may leave; bytes freed."""
+        None that call ``before`` or a later one has used; retired ones first.
+        """
         freed = self._sweep_own(salt, nbytes) if self._retired else 0
         while freed < nbytes and (victim := self.policy.own_victim(salt, before)) is not None:
             freed += victim.slab.slot_bytes
@@ -282,25 +260,9 @@ class Inventory:
             self._sweep_shelf(shelf, -(-missing // self.slot_bytes(shelf.entry)))
         return before - self.policy.charges.get(salt, 0)
 
-    def _want(self, salt: str, nbytes: int) -> None:
-        if salt in self._wanted or len(self._wanted) < WANTED_SALTS_MAX:
-            self._wanted[salt] = self._wanted.get(salt, 0) + nbytes
-
     def take_wanted(self) -> dict[str, int]:
         """Bytes by salt that shares have refused, or that own blocks made room for, since the last call."""
-        wanted, self._wanted = self._wanted, {}
-        return wanted
-
-    def _know_shares(self, book: QuotaBook) -> None:
-        if book.version == self._shares_seen:
-            return
-        self._shares_seen = book.version
-        self.policy.set_floors(book.floors(self.tier))
-        self._over_share = [salt for salt in self.policy.charges if self._excess(book, salt) > 0]
-
-    def _excess(self, book: QuotaBook, salt: str) -> int:
-        limit = book.limit(self.tier, salt, self.now)
-        return self.policy.charges.get(salt, 0) - limit if limit is not None else 0
+        return self.admission.take_wanted() if self.admission is not None else {}
 
     def drain(self, limit_bytes: int) -> int:
         """Evict what tenants have above their shares, ``limit_bytes`` of it now and at most a slot more; bytes freed.
@@ -309,24 +271,7 @@ class Inventory:
         what is leased. Ends hints whose time is over, too.
         """
         self.policy.lapse()
-        book = self.quotas
-        if book is None:
-            return 0
-        self._know_shares(book)
-        freed = 0
-        over = self._over_share
-        while over and freed < limit_bytes:
-            salt = over[-1]
-            asked = min(self._excess(book, salt), limit_bytes - freed)
-            done = self._evict_own(salt, asked, Departure.LOWERED, self.policy.stamp + 1) if asked > 0 else 0
-            freed += done
-            if done >= asked and self._excess(book, salt) > 0:
-                break
-            over.pop()
-            if self._excess(book, salt) > 0:  # the rest is leased or being written: the others first, it next time
-                over.insert(0, salt)
-                break
-        return freed
+        return self.admission.drain(limit_bytes) if self.admission is not None else 0
 
     # ------------------------------------------------------------------ room
 
@@ -360,7 +305,7 @@ class Inventory:
         if not idle:
             return None
         if self.policy.charges.keys() == {cause}:
-            coldest = min(idle, key=lambda slab: slab.hot)
+            coldest: SlotGrid = min(idle, key=lambda slab: slab.hot)
             return coldest if victim is None or coldest.hot < victim.stamp else None
         for slab in heapq.nsmallest(SLABS_LOOKED_AT, idle, key=lambda slab: slab.hot):
             if self._may_take(slab, victim, cause):
@@ -499,7 +444,8 @@ class Inventory:
             self.policy.next_stamp()
             self.policy.insert((block,))
         self.visible += len(blocks)
-        self._shares_seen = -1  # some may be above their shares
+        if self.admission is not None:
+            self.admission.look_again()
         return len(blocks)
 
     def lose(self, slab: SlotGrid) -> int:

@@ -19,6 +19,7 @@ from itertools import count, islice
 from typing import Final, Protocol
 
 from kvstrata.storage.orders import HINTED, LruOrder, Order
+from kvstrata.storage.queues import Group, Keep, Queue, Tenant, coldest, in_turn
 from kvstrata.storage.records import VISIBLE, Block, Shelf
 
 #: A heap is rebuilt when it holds this many entries and most of them are stale.
@@ -56,65 +57,6 @@ class EvictionPolicy(Protocol):
     def cool(self, blocks: Sequence[Block]) -> int: ...
     def lapse(self) -> int: ...
     def check(self) -> None: ...
-
-
-class Keep:
-    """Blocks of one shelf that one hint holds back until a time."""
-
-    __slots__ = ("blocks", "until")
-
-    def __init__(self, until: float) -> None:
-        self.until = until
-        self.blocks: dict[Block, None] = {}
-
-
-class Queue:
-    """One shelf's visible blocks. ``kept`` leave after all others of the tenant; ``group`` None: retired."""
-
-    __slots__ = ("count", "entry", "group", "kept", "order", "shelf")
-
-    def __init__(self, shelf: Shelf, group: Group, order: Order) -> None:
-        self.shelf = shelf
-        self.group: Group | None = group
-        self.order = order
-        self.kept: LruOrder | None = None
-        self.count = 0
-        self.entry: tuple[int, int, Queue] | None = None
-
-    def home(self, block: Block) -> Order:
-        """The order that holds the block."""
-        if block.keep is None:
-            return self.order
-        assert self.kept is not None
-        return self.kept
-
-
-class Group:
-    """One tenant's queues of one slot size; ``heap`` has the stamps of their fronts."""
-
-    __slots__ = ("entry", "heap", "queues", "slot_bytes", "tenant")
-
-    def __init__(self, tenant: Tenant, slot_bytes: int) -> None:
-        self.tenant = tenant
-        self.slot_bytes = slot_bytes
-        self.queues: dict[Queue, None] = {}
-        self.heap: list[tuple[int, int, Queue]] = []
-        self.entry: tuple[int, int, Group] | None = None
-
-
-class Tenant:
-    """``keeps`` are its hints, oldest first; ``kept_bytes`` what they hold back."""
-
-    __slots__ = ("floor", "groups", "idle", "keeps", "kept_bytes", "salt", "used_at")
-
-    def __init__(self, salt: str, floor: int, now: float) -> None:
-        self.salt = salt
-        self.floor = floor
-        self.used_at = now
-        self.idle = False
-        self.groups: dict[int, Group] = {}
-        self.keeps: dict[Keep, None] = {}
-        self.kept_bytes = 0
 
 
 class IsolatedLRU:
@@ -301,13 +243,13 @@ class IsolatedLRU:
         own = self._tenants.get(salt)
         own_group = own.groups.get(slot_bytes) if own is not None else None
         if own is not None and len(self._tenants) == 1:
-            return _coldest(own_group, before, self._serial) if own_group is not None else None
+            return coldest(own_group, before, self._serial) if own_group is not None else None
         self._let_idle()
         heaps = self._heaps.get(slot_bytes)
         aside: list[Group] = []
         victim = None
         while heaps is not None and (group := self._most_over(heaps, slot_bytes, salt)) is not None:
-            victim = _coldest(group, before, self._serial)
+            victim = coldest(group, before, self._serial)
             if victim is not None:
                 break
             group.entry = None
@@ -316,7 +258,7 @@ class IsolatedLRU:
             if group.heap or any(queue.kept for queue in group.queues):  # else: listed again when that changes
                 self._list_group(group)
         if victim is None and own_group is not None:
-            return _coldest(own_group, before, self._serial)  # at its floor: it may replace its own
+            return coldest(own_group, before, self._serial)  # at its floor: it may replace its own
         return victim
 
     def own_victim(self, salt: str, before: int) -> Block | None:
@@ -324,7 +266,7 @@ class IsolatedLRU:
         tenant = self._tenants.get(salt)
         if tenant is None:
             return None
-        fronts = [_coldest(group, before, self._serial) for group in tenant.groups.values()]
+        fronts = [coldest(group, before, self._serial) for group in tenant.groups.values()]
         return min(
             (block for block in fronts if block is not None),
             key=lambda block: (block.keep is not None, block.stamp),
@@ -342,7 +284,7 @@ class IsolatedLRU:
             for group in tenant.groups.values()
             for queue in group.queues
         ]
-        return islice(_in_turn(ends), limit)
+        return islice(in_turn(ends), limit)
 
     def _most_over(
         self, heaps: tuple[list[tuple[int, int, Group]], list[tuple[int, int, Group]]], slot_bytes: int, salt: str
@@ -552,38 +494,3 @@ class IsolatedLRU:
             assert any(entry is group.entry for entry in heap), f"{group.tenant.salt!r} is not listed"
             assert group.entry is not None
             assert -group.entry[0] >= self.charges[group.tenant.salt] - group.tenant.floor
-
-
-def _coldest(group: Group, before: int, serial: Iterator[int]) -> Block | None:
-    """The group's next to leave that no call from ``before`` on has used; kept ones when there is no other."""
-    heap = group.heap
-    while heap:
-        entry = heap[0]
-        queue = entry[2]
-        if queue.entry is not entry:
-            heapq.heappop(heap)
-            continue
-        front = queue.order.front()
-        if front is None:
-            heapq.heappop(heap)
-            queue.entry = None
-        elif front.stamp != entry[0]:
-            queue.entry = (front.stamp, next(serial), queue)
-            heapq.heapreplace(heap, queue.entry)
-        elif front.stamp < before:
-            return front
-        else:
-            break
-    kept = [front for queue in group.queues if queue.kept is not None and (front := queue.kept.front()) is not None]
-    return min((block for block in kept if block.stamp < before), key=lambda block: block.stamp, default=None)
-
-
-def _in_turn(ends: list[Iterator[Block]]) -> Iterator[Block]:
-    while ends:
-        going = []
-        for end in ends:
-            block = next(end, None)
-            if block is not None:
-                going.append(end)
-                yield block
-        ends = going

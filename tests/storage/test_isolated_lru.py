@@ -10,7 +10,7 @@ from kvstrata.storage.quotas import NodeShare
 from kvstrata.storage.records import Shelf
 from tests.storage.conftest import Node, key
 
-STORED = int(BlockStatus.STORED)
+STORED, FULL = int(BlockStatus.STORED), int(BlockStatus.FULL)
 BLOCK = 4096
 
 MakeNode = Callable[..., Node]
@@ -87,6 +87,18 @@ def test_who_has_been_idle_has_no_part_beyond_its_floor(make_node: MakeNode) -> 
     # 45 blocks between the two: they meet where what "idle" has above its floor of 5 is what "b" has above its
     # part, the half of 64 - 5 (slabs have room for 64 blocks, and for 60 beside their tables).
     assert held(node, "a") == 15 and held(node, "idle") == 10
+
+
+def test_an_idle_tenant_keeps_its_floor(make_node: MakeNode) -> None:
+    node = make_node(slabs=2)
+    node.state.quotas.apply([NodeShare("idle", None, None, 5 * BLOCK)], [], True, None, 0.0, node.now)
+    node.store(range(5), salt="idle")
+    node.now += 2 * IDLE_S
+    node.store(range(1000, 1000 + node.capacity - 5), salt="b")
+    held_by_b = node.acquire(range(1000, 1000 + node.capacity - 5), salt="b", seconds=1e6)
+    assert len(held_by_b.blocks) == node.capacity - 5
+    assert node.store([7000], salt="c") == [FULL], "all that is left is its floor"
+    assert held(node, "idle") == 5
 
 
 def test_one_tenant_alone_is_plain_lru(make_node: MakeNode) -> None:
