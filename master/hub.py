@@ -41,6 +41,9 @@ TICK_S: Final = 0.25
 #: A store that refused a write is tried again after this.
 RETRY_S: Final = 1.0
 STALLED_DISK_S: Final = 10.0
+#: Steps of sharing limits out that one tick makes at most, and the pause after each.
+BALANCE_STEPS: Final = 10
+BALANCE_BREATH_S: Final = 0.001
 OUTBOX_MAX: Final = 20_000
 REMOVE_DEADLINE_MAX_S: Final = 10.0
 #: How often a removal that waits for its nodes looks again, should a wake-up be missed.
@@ -107,9 +110,21 @@ class Hub:
 
     def start(self, loops: Loops) -> None:
         """Begin to tick, and to write what becomes durable; a slow disk holds up neither nodes nor clients."""
-        loops.add(Loop("tick", TICK_S, lambda: self.handle(m.Tick())))
+        loops.add(Loop("tick", TICK_S, self._tick))
         loops.add(Loop("what if", TICK_S, self._hear))
         self._writer = loops.add(Loop("journal", RETRY_S, self._write_out, bound_s=STALLED_DISK_S))
+
+    def _tick(self) -> None:
+        """Time passed. What is due of sharing limits out is done in steps, between which others have the lock."""
+        self.handle(m.Tick())
+        for _ in range(BALANCE_STEPS):
+            with self._lock:
+                commands = self._state.rebalance(self._clock())
+                self._deliver(commands or [])
+            if commands is None:
+                break
+            self._settle(commands)
+            time.sleep(BALANCE_BREATH_S)
 
     def _write_out(self) -> None:
         with self._lock:

@@ -89,6 +89,15 @@ class Ledger:
         """Σ of what nodes may be using."""
         return sum(part.peak for part in self.parts.values())
 
+    def beside(self, part: Part) -> tuple[int, int]:
+        """Of the others: what they may be using, and what those that have spoken were granted."""
+        out = spoken = 0
+        for other in self.parts.values():
+            if other is not part:
+                out += other.peak
+                spoken += 0 if other.restored else other.granted
+        return out, spoken
+
     def excuse(self) -> None:
         """Something not of our doing put more out than the limit: it was lowered, or a node told of more."""
         self.bound = max(self.limit, self.out())

@@ -39,8 +39,10 @@ RENEW_S: Final = 8.0
 LONG_GONE_S: Final = 600.0
 #: A tenant's shares are worked out anew at most this often, when something of it changed.
 REBALANCE_S: Final = 1.0
-#: (tenant, node) pairs that one tick works on at most; the others come in the next ticks.
-PAIRS_A_TICK: Final = 4000
+#: (tenant, node) pairs that one step works on at most: the lock is held for some ten milliseconds.
+PAIRS_A_TICK: Final = 512
+#: (tenant, node) pairs that one flush writes out.
+ROWS_A_FLUSH: Final = 8000
 #: Saved grants that are higher than they need be are corrected this often.
 SAVE_S: Final = 5.0
 #: Tenants without a policy that have shares of their own, under a default of so many bytes each. Those past
@@ -76,7 +78,7 @@ class Quotas:
         self._rising: dict[str | None, None] = {}
         self._outgoing: dict[str, set[str | None]] = {}
         self._forgetting: dict[str, set[str]] = {}
-        self._saving: set[str] = set()
+        self._saving: dict[str, None] = {}
 
     # ------------------------------------------------------------------ policies
 
@@ -259,6 +261,7 @@ class Quotas:
         self._rising.pop(salt, None)
         for node_id, member in self.nodes.items():
             member.unconfirmed.discard(salt)
+            member.rising.discard(salt)
             self._outgoing.get(node_id, set()).discard(salt)
             if member.session is not None:
                 self._forgetting.setdefault(node_id, set()).add(salt)
@@ -292,8 +295,9 @@ class Quotas:
                     part = ledger.parts[node_id]
                     part.floor = max(part.floor, floor_of(of_node, tier))
                 ledger.parts[node_id].pending = member.attach_revision
+            tenant.planned_at = now - REBALANCE_S  # a node that waits for its shares refuses writers
             self._touch(key)
-        self._saving.add(node_id)
+        self._saving[node_id] = None
         return m.SendShares(
             session,
             member.attach_revision,
@@ -313,12 +317,14 @@ class Quotas:
         if not ledger.limited:
             return
         says = None if told is None else limit_of(told, tier)
-        free = max(0, ledger.limit - ledger.out() + part.peak)
+        if not part.granted and not says:
+            return
+        out, spoken = ledger.beside(part)
+        free = max(0, ledger.limit - out)
         if first and says is not None:
             part.granted = min(says, part.peak if restored else max(part.granted, free))
         else:
             part.granted = min(part.granted, max(says or 0, free))
-        spoken = sum(other.granted for _, other in ledger if other is not part and not other.restored)
         part.granted = max(0, min(part.granted, ledger.limit - spoken))  # it may have been lowered meanwhile
         if says is not None and says > part.peak:
             part.peak = says
@@ -349,12 +355,12 @@ class Quotas:
             for key, tenant in self._tenants.items():
                 if tenant.ledgers[Tier.DRAM].parts.pop(node_id, None) is not None:
                     self._touch(key)
-            self._saving.add(node_id)
+            self._saving[node_id] = None
 
     def _count_out(self, node_id: str) -> None:
         del self.nodes[node_id]
         self._floor_totals = None
-        self._saving.discard(node_id)
+        self._saving.pop(node_id, None)
         for key, tenant in self._tenants.items():
             for ledger in tenant.ledgers.values():
                 ledger.parts.pop(node_id, None)
@@ -447,27 +453,33 @@ class Quotas:
         if member is not None:
             member.placed[salt] = member.placed.get(salt, 0) + nbytes
 
-    def room(self, salt: str, node_id: str) -> Room | None:
-        """A salt's DRAM share of a node, and what it has left of it. None: no limit."""
-        member = self.nodes.get(node_id)
-        tenant = self._tenants.get(salt) or self._tenants.get(None)
-        if tenant is None or member is None or not tenant.ledgers[Tier.DRAM].limited:
-            return None
-        share = tenant.part(Tier.DRAM, node_id).granted
-        usage = member.usage.get(salt)
-        used = (0 if usage is None else usage.dram_bytes) + member.placed.get(salt, 0)
-        return Room(share, max(0, share - used))
+    def rooms(self, salt: str) -> dict[str, Room]:
+        """A salt's DRAM share of each node, and what it has left of it. Empty: it has no limit."""
+        ledger = (self._tenants.get(salt) or self._default).ledgers[Tier.DRAM]
+        if not ledger.limited:
+            return {}
+        rooms = {}
+        for node_id, part in ledger:
+            member = self.nodes[node_id]
+            usage = member.usage.get(salt)
+            used = (0 if usage is None else usage.dram_bytes) + member.placed.get(salt, 0)
+            rooms[node_id] = Room(part.granted, max(0, part.granted - used))
+        return rooms
 
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Rebalance what is due, count out who is long gone, keep links warm. Bounded."""
+        """Count out who is long gone, keep links warm, rebalance part of what is due. Bounded."""
         for node_id, member in list(self.nodes.items()):
             if member.session is None and now - member.away_since >= LONG_GONE_S:
                 self._count_out(node_id)
             elif member.stale_since is not None and now - member.stale_since >= SAVE_S:
-                self._saving.add(node_id)
+                self._saving[node_id] = None
         self._look_at_guests(now)
+        self.step(now)
+
+    def step(self, now: float) -> None:
+        """Part of what is due; :attr:`behind` says whether more is."""
         budget = PAIRS_A_TICK
         for key in list(self._due):
             if budget <= 0:
@@ -488,7 +500,7 @@ class Quotas:
                 for node_id, part in ledger:
                     if part.rise is None:
                         continue
-                    if part.rise_serial > self._durable_serial:
+                    if not part.rise_serial or part.rise_serial > self._durable_serial:
                         waiting = True
                         continue
                     part.granted, part.rise = part.rise, None
@@ -544,8 +556,9 @@ class Quotas:
         for node_id, target in raised.items():
             part = ledger.parts[node_id]
             part.rise, part.peak = target, max(part.peak, target)
-            part.rise_serial = self.saved_serial + 1
-            self._saving.add(node_id)
+            part.rise_serial = 0
+            self.nodes[node_id].rising.add(key)
+            self._saving[node_id] = None
             self._rising[key] = None
 
     def _plan_floors(
@@ -613,12 +626,9 @@ class Quotas:
         """Grants to the store, changed shares to the nodes that are linked, a word to those that heard none."""
         if self._saving:
             self.saved_serial += 1
-            for node_id in self._saving:
-                grants = {key: self._grant(key, node_id) for key in self._tenants}
-                fallback = grants.pop(None)
-                self._emit(m.SaveGrants(node_id, tuple(grants.values()), fallback))
-                self.nodes[node_id].stale_since = None
-            self._saving.clear()
+            for node_id in list(self._saving)[: max(1, ROWS_A_FLUSH // len(self._tenants))]:
+                del self._saving[node_id]
+                self._save(node_id)
         for node_id, member in self.nodes.items():
             keys = self._outgoing.pop(node_id, set())
             forgotten = self._forgetting.pop(node_id, set())
@@ -642,9 +652,23 @@ class Quotas:
             m.SendShares(member.session, member.last_revision, False, shares, forgotten, fallback, ttl_ms=TTL_MS)
         )
 
-    def _grant(self, key: str | None, node_id: str) -> m.Share:
-        dram, ssd = (self._tenants[key].part(tier, node_id) for tier in TIERS)
-        return m.Share(key or "", limit_or_none(dram.peak), limit_or_none(ssd.peak), dram.floor, ssd.floor)
+    def _save(self, node_id: str) -> None:
+        member, shares, fallback = self.nodes[node_id], [], None
+        for key, tenant in self._tenants.items():
+            dram, ssd = tenant.ledgers[Tier.DRAM].parts.get(node_id), tenant.ledgers[Tier.SSD].parts.get(node_id)
+            if dram is None or ssd is None or not (dram.peak or ssd.peak or dram.floor or ssd.floor or key is None):
+                continue
+            share = m.Share(key or "", limit_or_none(dram.peak), limit_or_none(ssd.peak), dram.floor, ssd.floor)
+            if key is None:
+                fallback = share
+            elif dram.peak < UNLIMITED or ssd.peak < UNLIMITED or dram.floor or ssd.floor:
+                shares.append(share)
+        for key in member.rising:
+            for ledger in self._tenants[key].ledgers.values():
+                ledger.parts[node_id].rise_serial = self.saved_serial
+        member.rising.clear()
+        member.stale_since = None
+        self._emit(m.SaveGrants(node_id, tuple(shares), fallback))
 
     # ------------------------------------------------------------------ for people and tests
 
@@ -666,6 +690,10 @@ class Quotas:
             if part.rise is not None
         )
         return rising + sum(tenant.waiting for tenant in self._tenants.values())
+
+    def behind(self, now: float) -> bool:
+        """More is due than one step does."""
+        return any(now - self._tenants[key].planned_at >= REBALANCE_S for key in self._due)
 
     @property
     def outstanding(self) -> int:

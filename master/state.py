@@ -160,6 +160,13 @@ class MasterState:
         self.quotas.set_fallback(policy, deny, now)
         return self._take_out()
 
+    def rebalance(self, now: float) -> list[m.Command] | None:
+        """Another step of sharing limits out; None when nothing is due."""
+        if not self.quotas.behind(now):
+            return None
+        self.quotas.step(now)
+        return self._take_out()
+
     def grants_saved(self, serial: int, now: float) -> list[m.Command]:
         """Grants up to ``serial`` are in the store: what waited for that may go out."""
         self.quotas.durable(serial, now)
@@ -333,7 +340,8 @@ class MasterState:
         present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id).codes
         active = self.membership.active()
         self.quotas.seen(salt, namespace.block_bytes, now)
-        candidates = [node.candidate(now, self.quotas.room(salt, node.node_id)) for node in active.values()]
+        rooms = self.quotas.rooms(salt)
+        candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values()]
         if any(candidate.capacity for candidate in candidates):
             candidates = [candidate for candidate in candidates if candidate.capacity]
         scope = self._scope(TableKey(group, namespace.shard, salt))

@@ -57,6 +57,7 @@ class Member:
     unconfirmed: set[str | None] = field(default_factory=set)
     usage: dict[str, m.TenantUsage] = field(default_factory=dict)
     placed: dict[str, int] = field(default_factory=dict)  #: bytes by salt, since its last report
+    rising: set[str | None] = field(default_factory=set)  #: tenants whose raise is not in a save yet
     stale_since: float | None = None  #: its saved grants are higher than they need be
 
     def stale(self, now: float) -> None:

@@ -185,6 +185,8 @@ class QuotaWorld:
     def tick(self, seconds: float = 0.25) -> None:
         self.now += seconds
         self.quotas.tick(self.now)
+        while self.quotas.behind(self.now):
+            self.quotas.step(self.now)
 
     # ------------------------------------------------------------------ links
 

@@ -277,7 +277,7 @@ def test_floors_of_all_fit_each_node() -> None:
 
 def test_by_default_nothing_is_limited_and_deny_denies() -> None:
     w = up()
-    assert w.granted("new") == {"n0": None, "n1": None, "n2": None} and w.quotas.room("new", "n0") is None
+    assert w.granted("new") == {"n0": None, "n1": None, "n2": None} and w.quotas.rooms("new") == {}
     w.quotas.set_fallback(m.TenantPolicy(""), True, w.now)
     w.settle(1)
     assert set(w.granted("new").values()) == {0}
