@@ -301,11 +301,11 @@ class Inventory:
         if not self.arena.slots_in_a_slab(slot_bytes):
             return None
         this_call = self.policy.stamp
-        idle = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < this_call)
+        idle: list[SlotGrid] = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < this_call)
         if not idle:
             return None
         if self.policy.charges.keys() == {cause}:
-            coldest: SlotGrid = min(idle, key=lambda slab: slab.hot)
+            coldest = min(idle, key=lambda slab: slab.hot)
             return coldest if victim is None or coldest.hot < victim.stamp else None
         for slab in heapq.nsmallest(SLABS_LOOKED_AT, idle, key=lambda slab: slab.hot):
             if self._may_take(slab, victim, cause):
