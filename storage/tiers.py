@@ -246,7 +246,7 @@ class TierMoves:
         """A mover is done: what was flushed, and still stands, is on SSD from here on. True for those."""
         self.ssd.inventory.now = self.dram.inventory.now = now
         stands = [ok and _stands(block) for ok, block in zip(flushed, move.source, strict=True)]
-        durable = self._commit(self.ssd, move, stands)
+        durable = self._commit(self.ssd, move, stands, "written")
         self.counts.demoted += sum(durable)
         self.counts.demoted_bytes += sum(b.slab.slot_bytes for b, ok in zip(move.target, durable, strict=True) if ok)
         self.counts.demote_failed += durable.count(False)
@@ -382,7 +382,7 @@ class TierMoves:
                 move.failed[block.hash] = BlockStatus(status)
                 self._gone_bad(block, status, now)
         arrived = [status == _LOADED and _stands(block) for status, block in zip(statuses, move.source, strict=True)]
-        visible = self._commit(dram, move, arrived)
+        visible = self._commit(dram, move, arrived, "read from SSD")
         published = [block for block, ok in zip(move.target, visible, strict=True) if ok]
         for block in published:
             block.offered = block.stamp  # its copy is still on SSD
@@ -431,16 +431,19 @@ class TierMoves:
         tier.reservations.start_moving(reservation)
         return reservation
 
-    def _commit(self, tier: TierBooks, move: Move, arrived: Sequence[bool]) -> list[bool]:
+    def _commit(self, tier: TierBooks, move: Move, arrived: Sequence[bool], verb: str) -> list[bool]:
         """Publish by part; True for what has become visible."""
         visible: list[bool] = []
         for part in move.parts:
             mask = bytes(arrived[len(visible) : len(visible) + len(part.blocks)])
             checksums = [block.checksum for block in part.blocks]
-            if tier.reservations.moved(part):
-                visible.extend(s == BlockStatus.STORED for s in tier.reservations.commit(part, checksums, mask))
-            else:
+            if not tier.reservations.moved(part):
                 visible.extend([False] * len(mask))
+                continue
+            stored = [s == BlockStatus.STORED for s in tier.reservations.commit(part, checksums, mask)]
+            kept = [block for block, ok in zip(part.blocks, stored, strict=True) if ok]
+            tier.inventory.story.tell(tier.inventory.now, verb, part.shelf, kept)
+            visible.extend(stored)
         return visible
 
     def _finish(self, move: Move, source: TierBooks) -> None:

@@ -191,6 +191,8 @@ def test_a_promoted_block_has_its_bytes_and_keeps_its_copy(two: TierNode) -> Non
     blocks = two.read(range(6))
     assert len(blocks) == 6 and all(holds(block, 7) for block in blocks)
     assert two.on_ssd(range(6)) == list(range(6)) and two.state.counts.promoted == 6
+    told = [verb for _, verb in two.state.story(two.namespace, "", key(0))]
+    assert "written (SSD)" in told and "read from SSD" in told
     assert two.demote() == [] or key(0) not in two.demote(), "it is clean"
     before = two.state.counts.evicted_unwritten
     two.make_room(range(6))
