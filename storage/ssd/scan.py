@@ -101,8 +101,15 @@ def sectors(device: Device, extent: Extent, slot_bytes: int, buffer: memoryview)
     """(slot, its first sector or None when it cannot be read), valid until the next one is asked for."""
     slots, data_offset = extent.room_for(slot_bytes)
     if slot_bytes > STRIDE_BYTES:
-        for slot in range(slots):
-            yield slot, _sector(device, data_offset + slot * slot_bytes, buffer)
+        # Many reads, then many looks: threads that mix them wait for the interpreter after each read.
+        room = len(buffer) // SECTOR_BYTES
+        for first in range(0, slots, room):
+            batch = range(first, min(first + room, slots))
+            read = [
+                _sector(device, data_offset + slot * slot_bytes, buffer[(slot - first) * SECTOR_BYTES :])
+                for slot in batch
+            ]
+            yield from zip(batch, read, strict=True)
         return
     together = min(slots, len(buffer) // slot_bytes)
     for first in range(0, slots, together or 1):
