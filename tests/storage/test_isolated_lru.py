@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.storage.isolated_lru import IDLE_S, IsolatedLRU
 from kvstrata.storage.quotas import NodeShare
@@ -122,8 +123,6 @@ def test_a_tenant_without_blocks_is_forgotten(make_node: MakeNode) -> None:
 
 
 def test_order_is_one_across_a_tenants_namespaces(make_node: MakeNode) -> None:
-    from kvstrata.proto.keys import Namespace
-
     node = make_node(slabs=2)
     other = node.state.open_namespace(Namespace("other", BLOCK, 16))[0]
     half = node.capacity // 2
@@ -185,6 +184,19 @@ def test_older_keeps_lapse_first(make_node: MakeNode) -> None:
     hint(node, range(2 * quarter, 3 * quarter), HintKind.KEEP, node.now + 1e6)
     flood(node, 2 * node.capacity)
     assert node.present(range(node.capacity)) == list(range(quarter, 3 * quarter))
+
+
+def test_what_is_kept_outlives_newer_blocks_of_another_size(make_node: MakeNode) -> None:
+    node = make_node(slabs=4)
+    large = node.state.open_namespace(Namespace("large", 20_000, 16))[0]
+    slot = node.state.entry(large).slot_bytes
+    node.store(range(20))
+    node.store([500], handle=large)
+    kept = node.state.inventory.shelves[large, ""]
+    assert node.state.inventory.hint(kept, [key(500)], HintKind.KEEP, node.now + 1e6) == 1
+    node.state.quotas.apply([NodeShare("", 20 * BLOCK + slot)], [], True, None, 0.0, node.now)
+    flood(node, 60)
+    assert key(500) in kept.blocks and node.state.inventory.policy.charges[""] == 20 * BLOCK + slot
 
 
 def test_a_keep_does_not_hold_against_another_tenants_claim(make_node: MakeNode) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Departure, Tier
 from kvstrata.storage.quotas import NodeShare, QuotaBook
 from tests.storage.conftest import Node, holds
@@ -161,8 +162,6 @@ def test_a_lapsed_share_only_replaces(make_node: MakeNode) -> None:
 
 
 def test_blocks_of_all_sizes_count_and_leave(make_node: MakeNode) -> None:
-    from kvstrata.proto.keys import Namespace
-
     node = make_node()
     large = node.state.open_namespace(Namespace("large", 20_000, 16))[0]
     slot = node.state.entry(large).slot_bytes
@@ -246,8 +245,6 @@ def test_floors_that_fill_the_node_leave_nothing_to_take(make_node: MakeNode) ->
 
 
 def test_a_floor_holds_against_another_slot_size(make_node: MakeNode) -> None:
-    from kvstrata.proto.keys import Namespace
-
     node = make_node(slabs=2)
     large = node.state.open_namespace(Namespace("large", 20_000, 16))[0]
     half = node.capacity // 2
