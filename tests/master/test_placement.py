@@ -145,3 +145,10 @@ def test_same_seed_same_choices() -> None:
     nodes = [node(slot) for slot in range(5)]
     runs = [place(Placement(random.Random(11)), keys_for(5000), nodes).codes for _ in range(2)]
     assert np.array_equal(runs[0], runs[1])
+
+
+def test_a_full_share_counts_as_a_full_node_and_large_shares_draw() -> None:
+    shares = share_by_slot([node(0, free=0.0, capacity=8 * GIB), node(1, free=0.9, capacity=GIB)])
+    assert shares[1] > 0.8, "room within a small share beats a large share that is used up"
+    used_up = share_by_slot([node(0, free=0.0, capacity=9 * GIB), node(1, free=0.0, capacity=GIB)])
+    assert used_up[0] > 0.6, "all used up: most to where it has most"

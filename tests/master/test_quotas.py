@@ -368,7 +368,11 @@ class Shares(RuleBasedStateMachine):
         return policy.ssd_limit if tier == Tier.SSD else policy.dram_limit
 
     def policies_changed(self) -> None:
-        """What is out by now may be out until it has drained."""
+        """What is out by now may be out until it has drained. While a salt has no limit, what an away node has of
+        an older one is not kept count of: policies are taken to change less often than shares lapse."""
+        for node in self.world.nodes.values():
+            if node.session is None and any(self.limit(tier, salt) is None for tier in TIERS for salt in SALTS):
+                node.ready = False
         for tier in TIERS:
             for salt in SALTS:
                 self.bound[tier, salt] = self.world.may_use(tier, salt)

@@ -410,3 +410,23 @@ def test_story_tells_what_happened_to_a_block() -> None:
     ]
     assert "added (dram)" in [line.what for line in world.state.story(NS, SALT, hashes(2))]
     assert world.state.story(Namespace("unknown", 1, 1), SALT, hashes(1)) == []
+
+
+def test_placement_goes_where_the_tenant_has_a_share_and_room_in_it() -> None:
+    world = World()
+    sessions = {node_id: world.up(node_id=node_id) for node_id in ("a", "b", "c")}
+    world.commands += world.state.set_tenant(m.TenantPolicy(SALT, 64 << 20), world.now)
+    for _ in range(12):
+        world.now += 0.25
+        for session in sessions.values():
+            world.tell(m.StatusReport(session, m.NodeUsage(dram_bytes_free=1 << 30)))
+        world.tell(m.Tick())
+        world.commands += world.state.grants_saved(world.state.quotas.saved_serial, world.now)
+    shares = {n: room.share for n, room in world.state.quotas.rooms(SALT).items() if room.share}
+    assert list(shares.values()) == [64 << 20], "a small limit is one node's"
+    placed = world.place(*range(48))
+    [slot] = {(code - 1) >> 2 for code in placed.codes.tolist()}
+    assert world.state.membership.active()[slot].node_id == next(iter(shares))
+    room = world.state.quotas.rooms(SALT)[next(iter(shares))]
+    assert room.free == 16 << 20, "what was just placed counts as used"
+    assert {m.SaveGrants, m.SendShares, m.SavePolicy} <= {type(command) for command in world.commands}
