@@ -157,6 +157,28 @@ def test_why_answers_for_requests_and_for_hashes(pool: RealPool, client: Client)
     assert answer(pool, "why", hexadecimal)["asked"] == 1, "a request may be called like a hash"  # type: ignore[index]
 
 
+def test_a_quota_is_set_held_and_shown(pool: RealPool, client: Client) -> None:
+    done = kvstrata(pool, "tenant", "set", "small", "--dram", "32KiB", "--dram-floor", "8KiB")
+    assert done.exit_code == 0 and "tenant small: dram 32KiB (floor 8KiB), ssd none" in done.stdout
+    ns = client.namespace("quota/x", block_bytes=SIZE, block_tokens=16)
+    for chain in ("a", "b"):
+        hashes = keys(6, chain)
+        client.store(ns, "small", hashes, client.register(payload(hashes, "small", SIZE)).rows(ns))
+
+    def used() -> int:
+        return int(answer(pool, "tenant", "get", "small")["dram_bytes"])  # type: ignore[index]
+
+    until(lambda: used() == 32 << 10)
+    row = answer(pool, "tenant", "get", "small")
+    assert row["policy"]["dram_limit"] == 32 << 10 and row["nodes"]  # type: ignore[index]
+    assert kvstrata(pool, "tenant", "set", "small", "--dram-floor", "64KiB").exit_code == 2, "above its limit"
+    huge = kvstrata(pool, "tenant", "set", "small", "--dram", "none", "--dram-floor", "1TiB")
+    assert huge.exit_code == 2 and str(1 << 40) in huge.stderr
+    assert "small" in kvstrata(pool, "tenant", "export").stdout
+    gone = kvstrata(pool, "tenant", "rm", "small", "--drop-blocks", "--yes")
+    assert gone.exit_code == 0 and "8 blocks are gone" in gone.stdout
+
+
 def test_the_admin_client_says_what_is_wrong(pool: RealPool) -> None:
     with AdminClient(pool.address) as admin:
         with pytest.raises(InvalidArgument):

@@ -31,7 +31,11 @@ def test_every_call_is_there(make: Callable[[], AsyncClient], master: FakeMaster
             assert (await client.store(ns, "", packed(8), source.rows(ns))).stored.all()
             master.learn()
             assert (await client.lookup(ns, "", packed(8))).hit_blocks == 8
+            assert (await client.lookup(ns, "", packed(1), request="r")).hit_blocks == 1
+            assert master.asked[-1].request == "r"
             assert (await client.exists(ns, "", packed(9))).sum() == 8
+            assert [await client.keep(ns, "", packed(8), 5), await client.forget(ns, "", packed(8))] == [8, 8]
+            assert await client.drop(ns, "", packed(2)) == 2
             found = await client.prefetch(ns, "", packed(8))
             assert found is not None and found.hit_blocks == 8
             assert (await client.load(ns, "", packed(8), target.rows(ns))).loaded.all() and (into == 5).all()
