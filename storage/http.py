@@ -130,7 +130,10 @@ def _devices(devices: Sequence[Device]) -> Iterable[Metric]:
 
 
 def node_app(report: NodeReport) -> Starlette:
-    """``/metrics``, ``/healthz`` (503 with the same body when something is wrong), ``/readyz``."""
+    """``/metrics``, ``/healthz`` (503 with the same body when something is wrong), ``/readyz``, ``/tenants``.
+
+    ``/tenants?salt=A&salt=B`` gives these tenants' bytes and shares on this node, without ``salt`` all of them.
+    """
     registry = CollectorRegistry()
     registry.register(NodeCollector(report))
 
@@ -145,7 +148,17 @@ def node_app(report: NodeReport) -> Starlette:
     def readyz(_: Request) -> Response:
         return PlainTextResponse("ready\n")  # the node serves from before this port listens until after it closes
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthz), Route("/readyz", readyz)])
+    def tenants(request: Request) -> Response:
+        return JSONResponse({"tenants": report.tenants(request.query_params.getlist("salt") or None)})
+
+    return Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/tenants", tenants),
+        ]
+    )
 
 
 def serve_http(report: NodeReport, address: str) -> WebServer:

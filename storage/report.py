@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.status import Tier
 from kvstrata.storage.attach import MasterLink
 from kvstrata.storage.commands import Commands
 from kvstrata.storage.identity import NodeIdentity
@@ -55,6 +56,10 @@ class Totals:
     ssd_bytes_free: int = 0
     ssd_blocks: int = 0
     devices: tuple[Device, ...] = ()
+
+
+def _tiers(charges: Sequence[Mapping[str, int]]) -> list[tuple[Tier, Mapping[str, int]]]:
+    return list(zip((Tier.DRAM, Tier.SSD), charges, strict=False))
 
 
 class NodeReport:
@@ -137,6 +142,22 @@ class NodeReport:
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],
             **totals,
         }
+
+    def tenants(self, salts: Sequence[str] | None) -> list[dict[str, Any]]:
+        """Bytes and share of tenants on this node, as they are now; of the named ones, or of all that use anything."""
+        state, now = self._state, time.monotonic()
+        with self._lock:
+            used = [inventory.policy.charges for inventory in state.tiers()]
+            named = sorted({salt for charges in used for salt in charges}) if salts is None else list(salts)
+            return [
+                {
+                    "salt": salt,
+                    **{f"{tier.name.lower()}_bytes": charges.get(salt, 0) for tier, charges in _tiers(used)},
+                    **{f"{tier.name.lower()}_limit": state.quotas.limit(tier, salt, now) for tier, _ in _tiers(used)},
+                    **{f"{tier.name.lower()}_floor": state.quotas.floor(tier, salt) for tier, _ in _tiers(used)},
+                }
+                for salt in named
+            ]
 
     def node_status(self, told: Told) -> control.NodeStatus:
         """What masters are told each second: of tenants, what changed since ``told``."""
