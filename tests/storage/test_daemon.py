@@ -25,6 +25,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
+from kvstrata.storage.quotas import NodeShare
 from kvstrata.transfer.base import Endpoint, Fetch, Push
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
@@ -206,6 +207,19 @@ def test_metrics_have_one_denominator(running: StorageNode) -> None:
     assert values["kvstrata_node_dram_bytes_used"] == 10 * 4096
     assert values["kvstrata_node_dram_bytes"] == 8 << 20
     assert values['kvstrata_node_slots{slot_bytes="4096",state="taken"}'] == 10
+
+
+def test_tenants_are_asked_for_by_name_or_all(running: StorageNode) -> None:
+    ready = {"http": running.http, "channel": running.channel, "unix": str(running.unix_path)}
+    ready |= running.report.health()
+    stored(ready)
+    share = NodeShare("other", dram_limit=1 << 20, dram_floor=4096)
+    with running.lock:
+        running.state.quotas.apply([share], (), False, None, 0.0, time.monotonic())
+    everyone = json.loads(get(ready, "/tenants")[1])["tenants"]
+    assert everyone == [{"salt": "", "dram_bytes": 10 * 4096, "dram_limit": None, "dram_floor": 0}]
+    named = json.loads(get(ready, "/tenants?salt=other&salt=")[1])["tenants"]
+    assert named == [{"salt": "other", "dram_bytes": 0, "dram_limit": 1 << 20, "dram_floor": 4096}, *everyone]
 
 
 def test_health_names_what_is_wrong(running: StorageNode) -> None:
