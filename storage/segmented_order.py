@@ -57,6 +57,8 @@ class SegmentedOrder:
     def touch(self, blocks: Sequence[Block], stamp: int) -> None:
         goes_to = PROTECTED if self._duel.share else TRIAL
         target = self._segment(goes_to)
+        if goes_to == TRIAL:
+            self._settle(len(blocks), stamp)  # before: they are older than what this call uses
         for block in reversed(blocks):
             block.stamp = block.slab.hot = stamp
             block.hits += 1
@@ -74,8 +76,12 @@ class SegmentedOrder:
     def _used(self, blocks: Sequence[Block], stamp: int) -> None:
         self._latest = max(self._latest, stamp)
         self._duel.used(blocks, self._held)
+        self._settle(len(blocks), stamp)
+
+    def _settle(self, called: int, stamp: int) -> None:
+        """Put protected blocks above the share back on trial, some for each of the ``called`` ones."""
         too_many = len(self._protected) - int(self._duel.share * self._held)
-        for _ in range(min(too_many, BACK_PER_BLOCK * len(blocks))):
+        for _ in range(min(too_many, BACK_PER_BLOCK * called)):
             block, _nothing = self._protected.popitem(last=False)
             block.mark = TRIAL
             # As the newest there it counts, next to other shelves, as used just before this call.

@@ -241,6 +241,18 @@ def test_a_call_may_take_the_room_of_protected_blocks() -> None:
     assert cache.numbers(range(100, 120)) == chain
 
 
+def test_so_may_one_that_finds_protection_given_up() -> None:
+    """What goes back on trial is older than the blocks of the call that puts it there."""
+    duel = FixedShare(0.5)
+    cache = Cache(20, lambda: SegmentedOrder(duel))
+    for number in [*range(200, 220), *range(10), *range(10)]:
+        cache.request([number])
+    duel.change_to(0.0)
+    chain = list(range(100, 120))
+    assert cache.request(chain[:10]) == 0 and cache.request(chain) == 10
+    assert cache.numbers(range(100, 120)) == chain
+
+
 def test_protection_that_no_longer_pays_is_given_up_little_by_little() -> None:
     duel = FixedShare(0.5)
     cache = Cache(20, lambda: SegmentedOrder(duel))
