@@ -125,6 +125,19 @@ def test_a_raise_waits_for_its_donor() -> None:
     assert (w.granted(SALT)["n1"] or 0) > had and w.may_use(Tier.DRAM, SALT) <= 2 * GIB
 
 
+def test_a_raise_takes_only_what_its_donor_has_drained() -> None:
+    w = up(count=2, limit=2 * GIB)
+    for _ in range(10):
+        w.nodes["n0"].store(Tier.DRAM, SALT, GIB, w.now)
+        w.settle(1)
+    assert w.nodes["n0"].used[Tier.DRAM][SALT] > 1.8 * GIB
+    for second in range(20):
+        w.nodes["n1"].store(Tier.DRAM, SALT, GIB, w.now)
+        w.settle(1, drain=20 * MIB)
+        assert w.may_use(Tier.DRAM, SALT) <= 2 * GIB, second
+    assert w.nodes["n0"].evicted > 0 and w.nodes["n1"].used[Tier.DRAM][SALT] > 200 * MIB
+
+
 def test_a_raise_waits_for_the_store() -> None:
     w = world(2)
     w.set(m.TenantPolicy(SALT, 2 * GIB))
@@ -136,6 +149,8 @@ def test_a_raise_waits_for_the_store() -> None:
             while node.inbox:
                 node.hear(w.now)
     assert total(w) == 0 and w.quotas.waiting == 2 * GIB
+    w.quotas.durable(w.quotas.saved_serial - 1000, w.now)
+    assert not any(node.inbox for node in w.nodes.values()), "what is in the store is not this"
     w.flush()
     for node in w.nodes.values():
         node.hear(w.now)
@@ -479,5 +494,5 @@ class Shares(RuleBasedStateMachine):
 
 TestShares = Shares.TestCase
 TestShares.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -274,7 +274,7 @@ def test_tenants_grants_and_scopes_outlive_a_restart(tmp_path: Path) -> None:
     fallback = SaveFallback(TenantPolicy("", 0, 0), deny=True)
     scopes = [SCOPE, SaveScope(12, "g/é", None, erase=False, epoch=4, waiting=("b", "c"))]
     store.save([SavePolicy("t\0é", POLICY), SavePolicy("", TenantPolicy("", 1, 2, 0, 1)), fallback, *scopes])
-    store.save([SaveGrants("n1", shares), SaveGrants("n2", shares[:1])])
+    store.save([SaveGrants("n1", shares), SaveGrants("n2", shares[:1], Share("", 3, None))])
     store.close()
     again = SqliteStore(tmp_path / "s")
     saved = again.load()
@@ -284,6 +284,7 @@ def test_tenants_grants_and_scopes_outlive_a_restart(tmp_path: Path) -> None:
         "n1": set(shares),
         "n2": set(shares[:1]),
     }
+    assert {grants.node_id: grants.fallback for grants in saved.grants} == {"n1": None, "n2": Share("", 3, None)}
     again.save([SavePolicy("", None), SaveGrants("n1", ()), dataclasses.replace(SCOPE, waiting=())])
     left = again.load()
     assert left.policies == (POLICY,) and left.scopes == (scopes[1],)
