@@ -141,6 +141,15 @@ def test_what_was_never_stored_is_no_hit_at_any_size() -> None:
     distances.check()
 
 
+def test_a_block_stays_as_long_as_one_that_follows_it() -> None:
+    """An engine that has the head of a chain itself asks for the tail alone: the pool keeps both."""
+    distances = ReuseDistances(0.0)
+    for chain in ([1, 2, 3], [10, 11, 12, 13], [3], [1, 2, 3]):
+        distances.asked(mixed(chain), absent(chain), BYTES, 0.0)
+        distances.stored(mixed(chain), BYTES, 0.0)
+    assert distances.predict([4 * BYTES]) == [pytest.approx(3 / 11)]
+
+
 def test_stores_are_no_references() -> None:
     distances = ReuseDistances(0.0)
     for block in range(100):
