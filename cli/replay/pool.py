@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstrata.cli.replay.capacity import blocks_held, node_bytes_for, ssd_blocks_held
@@ -20,13 +21,16 @@ class OwnPool:
     ``masters`` is the address to give to clients.
     """
 
-    def __init__(self, nodes: int, node_bytes: int, seed: int = 0, *, node_ssd_bytes: int = 0) -> None:
-        """Start them all, with an SSD tier of ``node_ssd_bytes`` each.
+    def __init__(
+        self, nodes: int, node_bytes: int, seed: int = 0, *, node_ssd_bytes: int = 0, node_options: Sequence[str] = ()
+    ) -> None:
+        """Start them all, with an SSD tier of ``node_ssd_bytes`` each; ``node_options`` are for ``kvstrata storage``.
 
         Raises ``Unavailable`` (and leaves nothing behind) when one does not get ready.
         """
         self._node_bytes = node_bytes
         self._node_ssd_bytes = node_ssd_bytes
+        self._node_options = node_options
         self._data = tempfile.TemporaryDirectory(prefix="kvstrata-replay-")
         self.master: Child | None = None
         self.nodes: list[Child] = []
@@ -76,8 +80,13 @@ class OwnPool:
         data = str(Path(self._data.name) / f"node-{number}")
         where = ("--master", self.masters, "--listen", _FREE, "--http", _FREE)
         name = f"storage-node-{number}"
-        tier = ("--ssd", f"{data}-ssd={self._node_ssd_bytes}") if self._node_ssd_bytes else ()
-        self.nodes.append(self._start(name, "storage", *where, "--data", data, "--dram", str(node_bytes), *tier))
+        tier = ("--ssd", f"{self.ssd_path(number)}={self._node_ssd_bytes}") if self._node_ssd_bytes else ()
+        size = ("--data", data, "--dram", str(node_bytes))
+        self.nodes.append(self._start(name, "storage", *where, *size, *tier, *self._node_options))
+
+    def ssd_path(self, number: int) -> Path:
+        """Where the SSD tier of a node lies."""
+        return Path(self._data.name) / f"node-{number}-ssd"
 
     def _start(self, name: str, role: str, *arguments: str) -> Child:
         errors = Path(self._data.name) / f"{name}.log"
