@@ -14,6 +14,7 @@ from kvstrata.cli.masters import Json
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_rich
 from kvstrata.cli.sizes import addresses_flag, size_flag
 from kvstrata.proto.errors import ConfigError, KVError
+from kvstrata.storage.eviction_order import EvictionOrder
 
 if TYPE_CHECKING:
     from kvstrata.cli.paged_replay import PagedOptions, PagedResult
@@ -31,7 +32,7 @@ _STAND_IN = "Engine stand-ins"
 _PAGED = "Paged engines"
 
 #: Options of one kind of engine only, by name.
-STAND_IN_ONLY = ("pool_ssd", "private_tokens", "bytes_per_token", "scale", "session_start", "tenants")
+STAND_IN_ONLY = ("pool_ssd", "eviction", "private_tokens", "bytes_per_token", "scale", "session_start", "tenants")
 PAGED_ONLY = (
     "model", "tokenizer", "agent", "concurrency", "output_tokens", "max_prompt_tokens", "kv_memory", "cases", "faults",
 )  # fmt: skip
@@ -62,6 +63,10 @@ def replay(
     pool_ssd: Annotated[
         int, size_flag(help="An SSD tier beside --pool-bytes; none by default.", rich_help_panel=_STAND_IN)
     ] = 0,
+    eviction: Annotated[
+        EvictionOrder,
+        typer.Option(help="In which order a tenant's blocks leave the pool it starts.", rich_help_panel=_STAND_IN),
+    ] = EvictionOrder.SEGMENTED,
     private_tokens: Annotated[
         int, typer.Option(help="Tokens that each engine caches itself.", min=0, rich_help_panel=_STAND_IN)
     ] = 500_000,
@@ -114,6 +119,7 @@ def replay(
         common["think_cap_s"] = think_cap
     stand_in: dict[str, Any] = {
         "pool_ssd_bytes": pool_ssd,
+        "eviction": eviction,
         "private_tokens": private_tokens,
         "bytes_per_token": bytes_per_token,
         "scale": scale,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.slab import slot_size
 
 ENGINES_MAX = 64
@@ -24,8 +25,8 @@ Routing = Literal["round-robin", "sticky"]
 class ReplayOptions:
     """Units are in the names; ``trace`` None is the seeded generator, ``masters`` None starts a pool of our own.
 
-    ``pool_bytes`` None is 8 times what the engines hold privately; ``pool_ssd_bytes`` is an SSD tier beside it, of a
-    pool of our own. ``sessions`` keeps the
+    ``pool_bytes`` None is 8 times what the engines hold privately; ``pool_ssd_bytes`` is an SSD tier beside it, and
+    ``eviction`` its order, of a pool of our own. ``sessions`` keeps the
     first so many sessions of the trace, ``scale`` the first such fraction of those. Raises :class:`ConfigError`.
     """
 
@@ -36,6 +37,7 @@ class ReplayOptions:
     private_tokens: int = 500_000
     pool_bytes: int | None = None
     pool_ssd_bytes: int = 0
+    eviction: EvictionOrder = EvictionOrder.SEGMENTED
     block_tokens: int = 512
     bytes_per_token: int = 4
     sessions: int | None = None

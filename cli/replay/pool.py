@@ -50,7 +50,8 @@ class OwnPool:
         """One that holds at least the blocks that ``options`` ask for."""
         node_bytes = node_bytes_for(-(-options.pool_blocks // options.nodes), options.block_bytes)
         node_ssd_bytes = options.pool_ssd_bytes // options.nodes
-        return cls(options.nodes, node_bytes, options.seed, node_ssd_bytes=node_ssd_bytes)
+        order = ("--eviction", options.eviction.value)
+        return cls(options.nodes, node_bytes, options.seed, node_ssd_bytes=node_ssd_bytes, node_options=order)
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of this size the nodes hold together, in both tiers."""

@@ -108,6 +108,7 @@ def json_report(result: ReplayResult) -> dict[str, object]:
         "bytes_per_token": options.bytes_per_token,
         "pool_blocks": result.pool_blocks,
         "pool_ssd_bytes": options.pool_ssd_bytes,
+        "eviction": options.eviction.value,
         "tenants": options.tenants,
         "think_cap_s": options.think_cap_s,
         "session_start_s": options.session_start_s,

@@ -12,6 +12,7 @@ import pytest
 from kvstrata.cli.replay import ReplayOptions, ReplayResult, run_replay
 from kvstrata.cli.replay.pool import OwnPool
 from kvstrata.proto.errors import ConfigError, Unavailable
+from kvstrata.storage.eviction_order import EvictionOrder
 
 SMALL = ReplayOptions(sessions=3, seed=11, engines=2, private_tokens=60_000, bytes_per_token=8)
 
@@ -56,7 +57,9 @@ def test_a_replay_equals_its_simulator(tmp_path: Path) -> None:
 
 def test_a_pool_too_small_evicts_as_its_simulator_does(tmp_path: Path) -> None:
     # A node of the least size holds 510 blocks of 16 KiB: two prompts and a bit, of three sessions.
-    tight = dataclasses.replace(SMALL, nodes=1, private_tokens=0, bytes_per_token=32, pool_bytes=1 << 20)
+    tight = dataclasses.replace(
+        SMALL, nodes=1, private_tokens=0, bytes_per_token=32, pool_bytes=1 << 20, eviction=EvictionOrder.LRU
+    )
     result = run_replay(tight)
     assert result.traffic.wrong_bytes == 0
     assert result.ceiling_points < -5, result.table()

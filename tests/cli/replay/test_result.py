@@ -18,6 +18,7 @@ from kvstrata.cli.replay.generator import generate_trace
 from kvstrata.cli.replay.messages import Outcome, Setup, Work
 from kvstrata.cli.replay.result import ReplayResult, assemble
 from kvstrata.cli.replay.schedule import Schedule, build_schedule
+from kvstrata.storage.eviction_order import EvictionOrder
 
 if TYPE_CHECKING:
     from kvstrata.client import Client
@@ -82,6 +83,15 @@ def test_a_gap_to_the_simulator_fails_the_run_unless_there_was_a_fault(schedule:
     assert result_of(schedule, gap, losses=("master was ended by SIGKILL",)).exit_code == 0
     seen = [dataclasses.replace(outcome, reasons={"node_lost": 2}) for outcome in missed]
     assert result_of(schedule, dataclasses.replace(gap, outcomes=seen)).exit_code == 1
+
+
+def test_hitting_more_than_lru_is_an_error_only_where_the_pool_is_lru(schedule: Schedule, measured: Measured) -> None:
+    def judged(order: EvictionOrder) -> list[str]:
+        options = dataclasses.replace(OPTIONS, eviction=order)
+        return assemble(options, CostModel(), schedule, 1, measured, ()).problems()
+
+    assert judged(EvictionOrder.SEGMENTED) == []
+    assert "points from its simulator" in judged(EvictionOrder.LRU)[0]
 
 
 def test_the_table_has_all_cases_side_by_side(schedule: Schedule, measured: Measured) -> None:
