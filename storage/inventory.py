@@ -30,6 +30,8 @@ SWEEP_AT_ADMISSION: Final = 4096
 SWEEP_STEP: Final = 64
 #: Slabs of other sizes that are looked at, the coldest first, before one is taken over.
 SLABS_LOOKED_AT: Final = 8
+#: Blocks looked at, beyond what is wanted, for one with a copy below when all have others after them.
+COPIED_LOOKED_AT: Final = 4096
 
 _VERBS: Final = {
     Departure.ROOM: "evicted",
@@ -61,6 +63,8 @@ class Inventory:
         self.admission = Admission(self, quotas) if quotas is not None else None
         #: Called for each block that is evicted, while its bytes are still there.
         self.evicted: Callable[[Block], None] | None = None
+        #: Whether a block can be read from the tier below; None when there is none.
+        self.copied: Callable[[Block], bool] | None = None
         #: Keeps slots of dropped scopes from being free before they are overwritten.
         self.eraser: Eraser | None = None
         self.deltas = deltas
@@ -202,6 +206,8 @@ class Inventory:
         parent, block.parent = block.parent, None
         if parent is not None:
             parent.children -= 1
+            if parent.child is block:
+                parent.child = None
             if not parent.children and parent.parked:
                 parent.stamp = max(parent.stamp, block.stamp)
                 parent.slab.hot = max(parent.slab.hot, parent.stamp)
@@ -236,6 +242,8 @@ class Inventory:
         """
         if parent is not None and child.parent is None and parent.index < child.index:
             child.parent = parent
+            if not parent.children:
+                parent.child = child
             parent.children += 1
 
     # ------------------------------------------------------------------ shares
@@ -249,6 +257,31 @@ class Inventory:
         while freed < nbytes and (victim := self.policy.own_victim(salt, before)) is not None:
             freed += victim.slab.slot_bytes
             self._evict(victim, why, salt)
+        return freed if freed >= nbytes else freed + self._evict_copied(salt, nbytes - freed, why, before)
+
+    def _evict_copied(self, salt: str, nbytes: int, why: Departure, before: int, slot_bytes: int = 0) -> int:
+        """Evict from the midst of a tenant's chains what can be read from the tier below; bytes freed.
+
+        For when nothing else may leave: a chain longer than its room goes on, and its head stays. The latest come
+        first, since they are the deepest, and only those with one child, which then follows what was before
+        them: what has no copy stays protected by all that is after it. ``slot_bytes`` 0: of any slot size.
+        """
+        copied = self.copied
+        if copied is None:
+            return 0
+        freed = 0
+        for shelf in self.policy.shelves_of(salt):
+            size = self.slot_bytes(shelf.entry)
+            if slot_bytes not in (0, size):
+                continue
+            latest = islice(reversed(shelf.blocks.values()), COPIED_LOOKED_AT + nbytes // size)
+            found = (block for block in latest if _passable(block, before) and copied(block))
+            for block in list(islice(found, -(-(nbytes - freed) // size))):
+                _pass_by(block)
+                self._evict(block, why, salt)
+                freed += size
+            if freed >= nbytes:
+                break
         return freed
 
     def _sweep_own(self, salt: str, nbytes: int) -> int:
@@ -292,7 +325,8 @@ class Inventory:
                     freed += self.arena.slots_in_a_slab(slot_bytes)
                     continue
             if victim is None:
-                break
+                missing = (wanted - freed) * slot_bytes
+                return freed + self._evict_copied(cause, missing, Departure.ROOM, this_call, slot_bytes) // slot_bytes
             self._evict(victim, Departure.ROOM, cause)
             freed += 1
         return freed
@@ -419,6 +453,7 @@ class Inventory:
         slab.generations[slot] = generation
         block = Block(shelf, key, slab, slot, generation, index)
         block.checksum = checksum
+        block.before = parent
         slab.blocks[slot] = block
         slab.pinned += 1
         shelf.blocks[key] = block
@@ -527,9 +562,33 @@ class Inventory:
         assert charged == dict(self.policy.charges), f"charges {dict(self.policy.charges)}, allocated {charged}"
         assert sum(charged.values()) == self.arena.bytes_used
         assert all(block.children == children.get(block, 0) for block in everything), "children are miscounted"
+        assert all(block.child is None or block.child.parent is block for block in everything), "a child of another"
         assert all(slab.pinned == pinned.get(slab.index, 0) for slab in self.arena.slabs), "pins are miscounted"
         assert self.visible == sum(block.state == VISIBLE and not block.shelf.retired for block in everything)
         assert all(shelf.retired and shelf.blocks for shelf in self._retired)
         for key, shelf in self.shelves.items():
             assert shelf.blocks and not shelf.retired and key == (shelf.entry.handle, shelf.salt)
             assert all(block.state != LEAVING and block.shelf is shelf for block in shelf.blocks.values())
+
+
+def _passable(block: Block, before: int) -> bool:
+    """Protected by one known child alone, and neither used by call ``before`` or a later one nor kept by a hint."""
+    return (
+        block.children == 1
+        and block.child is not None
+        and block.state == VISIBLE
+        and not block.leases
+        and block.stamp < before
+        and block.keep is None
+    )
+
+
+def _pass_by(block: Block) -> None:
+    """Its only child follows the block before it from here on."""
+    child, parent = block.child, block.parent
+    assert child is not None
+    child.parent = parent
+    block.parent = block.child = None
+    block.children = 0
+    if parent is not None and parent.child is block:
+        parent.child = child

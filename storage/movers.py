@@ -260,7 +260,7 @@ def header(target: Block, source: Block) -> SlotHeader:
         hash=target.hash,
         generation=target.generation,
         checksum=source.checksum,
-        parent=parent.hash if (parent := source.parent) is not None else b"",
+        parent=source.before,
         index=source.index,
         written_at=time.time(),
     )

@@ -54,17 +54,19 @@ class Shelf:
 
 
 class Block:
-    """One slot's tenant, in DRAM or on an SSD. ``parent`` is the block before it in its chain, when that is here too.
+    """One slot's tenant, in DRAM or on an SSD. ``before`` is the hash of the block before it in its chain, wherever
+    that is; ``parent`` the nearest block before it that is here too, most often that one.
 
-    ``children`` counts resident blocks whose parent this is: they leave first. ``parked`` is set while
+    ``children`` counts resident blocks whose parent this is: they leave first. ``child`` is the first of them, None
+    when it is not known any more. ``parked`` is set while
     the LRU has taken a protected block out of its order. ``born`` is its stamp when it became visible, so
     that another stamp means that it was used; ``offered`` its stamp when it was last written, or refused,
     to the other tier (0: never).
     """
 
     __slots__ = (
-        "born", "checksum", "children", "generation", "hash", "hits", "index", "keep", "leases", "mark", "offered",
-        "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
+        "before", "born", "checksum", "child", "children", "generation", "hash", "hits", "index", "keep", "leases",
+        "mark", "offered", "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -80,7 +82,9 @@ class Block:
         self.stamp = 0
         self.born = 0
         self.offered = 0
+        self.before = b""
         self.parent: Block | None = None
+        self.child: Block | None = None
         self.children = 0
         self.parked = False
         self.mark = 0

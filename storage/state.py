@@ -252,7 +252,7 @@ class NodeState:
         if below is not None:
             self._touch_below(below, found, b"" if before is not None else ask.parent, now)
         granted = self._admit(shelf, found, ask.first_index)
-        self._chain(shelf, found, before)
+        self._chain(shelf, found, ask.parent)
         self.counts.already_present += len(found.known) + len(found.cold)
         if not granted:
             return Reserved(found.status, None, self.deltas.answer_seq)
@@ -301,13 +301,17 @@ class NodeState:
             self.counts.full += refused
         return granted
 
-    def _chain(self, shelf: Shelf, found: _Sorted, before: Block | None) -> None:
+    def _chain(self, shelf: Shelf, found: _Sorted, previous: bytes) -> None:
         link, get = self.inventory.link, shelf.blocks.get
+        before = get(previous) if previous else None
         for key in found.hashes:
             block = get(key)
-            if block is not None and before is not None and block.parent is None:
-                link(before, block)
-            before = block
+            if block is not None:
+                if not block.before:
+                    block.before = previous
+                if before is not None and block.parent is None:
+                    link(before, block)
+            before, previous = block, key
 
     def find_reservation(self, session: bytes, number: int) -> Reservation | None:
         """The session's reservation, or None when it has ended: its writer is told ABORTED."""

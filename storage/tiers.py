@@ -138,6 +138,7 @@ class TierMoves:
         self._dirty: deque[Block] = deque()
         self._moves: set[Move] = set()
         self._arriving: dict[Block, Move] = {}
+        dram.inventory.copied = self.copied
 
     # ------------------------------------------------------------------ down
 
@@ -255,10 +256,14 @@ class TierMoves:
 
     def evicted(self, block: Block) -> None:
         """A block has left DRAM to make room: count it when it was nowhere else."""
+        if not self.copied(block):
+            self.counts.evicted_unwritten += 1
+
+    def copied(self, block: Block) -> bool:
+        """Whether a block of DRAM can be read from SSD, too."""
         shelf = self.ssd.inventory.shelves.get((block.shelf.entry.handle, block.shelf.salt))
         copy = shelf.blocks.get(block.hash) if shelf is not None else None
-        if copy is None or copy.state != VISIBLE:
-            self.counts.evicted_unwritten += 1
+        return copy is not None and copy.state == VISIBLE
 
     def durable(self, handle: int, salt: str, hashes: Iterable[bytes]) -> bytearray:
         """1 where a block can be read from SSD, also after a crash."""
@@ -420,10 +425,16 @@ class TierMoves:
             return []
         inventory.now = now
         granted, _ = inventory.admit(shelf, [block.hash for block in blocks], [block.index for block in blocks])
+        there = shelf.blocks.get
         for block, copy in zip(blocks, granted, strict=False):
             copy.checksum = block.checksum
-            if block.parent is not None:
-                inventory.link(shelf.blocks.get(block.parent.hash), copy)
+            copy.before = block.before
+            if block.before:
+                inventory.link(there(block.before), copy)
+            # The tail may have gone in a batch before this one.
+            child = there(block.child.hash) if block.child is not None else None
+            if child is not None and child.before == block.hash:
+                inventory.link(copy, child)
         return granted
 
     def _grant(self, tier: TierBooks, shelf: Shelf, blocks: list[Block], now: float) -> Reservation:
