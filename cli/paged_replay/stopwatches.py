@@ -63,6 +63,9 @@ class TimedConnector:
     def forward_done(self, tokens: int, seconds: float) -> None:
         self._inner.forward_done(tokens, seconds)
 
+    def reset(self) -> None:
+        self._inner.reset()
+
     def jobs_pending(self) -> int:
         return self._inner.jobs_pending()
 

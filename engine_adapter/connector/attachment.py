@@ -40,7 +40,8 @@ class Attachment:
         self._connect = connect
         self._engine_memory = engine_memory
         self._region: Region | None = None
-        self._namespaces: dict[int, PoolNamespace] = {}
+        #: The generation of the engine's weights, and its namespaces: one object, so that no call mixes two.
+        self._opened: tuple[int, dict[int, PoolNamespace]] = (0, {})
         self._views: dict[int, BlockView] = {}
         self.client: PoolClient | None = None
         self.memory: npt.NDArray[np.uint8]
@@ -63,19 +64,30 @@ class Attachment:
         """Do what is not done yet; returns the client. Raises the :class:`KVError` that stands in the way.
 
         A namespace that a master has confirmed is kept as it is: its weight epoch is this engine's, whatever the
-        pool's becomes.
+        pool's becomes, until :meth:`renew`.
         """
         if self.client is None:
             client = self._connect()
             self._region = client.register(self.memory)
             self.client = client
+        # What is opened while another thread renews is of the older weights, and must not be found by the new ones.
+        namespaces = self._opened[1]
         for index, group in enumerate(self._layout.groups):
-            known = self._namespaces.get(index)
+            known = namespaces.get(index)
             if group.poolable and (known is None or known.pin.epoch is None):
-                self._open(self.client, index)
+                namespaces[index] = self._open(self.client, index)
         return self.client
 
-    def _open(self, client: PoolClient, index: int) -> None:
+    @property
+    def generation(self) -> int:
+        """How often the engine's weights were new."""
+        return self._opened[0]
+
+    def renew(self) -> None:
+        """The engine's weights are new: :meth:`complete` opens every namespace anew. From any thread."""
+        self._opened = (self._opened[0] + 1, {})
+
+    def _open(self, client: PoolClient, index: int) -> PoolNamespace:
         assert self._region is not None
         group = self._layout.groups[index]
         opened = client.namespace(
@@ -90,14 +102,15 @@ class Attachment:
             own = self._engine_memory
             table = own.tables[index] if own is not None else self._layout.descriptors(index)
             self._views[index] = self._region.view(opened, table)
-        self._namespaces[index] = opened
+        return opened
 
-    def namespace(self, group: int) -> PoolNamespace | None:
-        """None while it was never opened, and for a group that is not pooled."""
-        return self._namespaces.get(group)
+    def namespace(self, group: int, generation: int | None = None) -> PoolNamespace | None:
+        """None while it was never opened, for a group that is not pooled, and when ``generation`` is not of now."""
+        now, namespaces = self._opened
+        return namespaces.get(group) if generation in (None, now) else None
 
     def any_namespace(self) -> PoolNamespace | None:
-        return next(iter(self._namespaces.values()), None)
+        return next(iter(self._opened[1].values()), None)
 
     def rows(self, chunk: Chunk) -> BlockView:
         """The engine's blocks that a chunk names; its group's namespace is open."""

@@ -61,10 +61,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """Down, once a step. Stores are started after the step's forward pass, loads before it."""
+    """Down, once a step. Stores are started after the step's forward pass, loads before it.
+
+    ``reset``: before the jobs, open the pool's namespaces anew, as the engine's weights are new; jobs given earlier
+    are of the older ones and end as not done."""
 
     loads: list[Job] = []
     stores: list[Job] = []
+    reset: bool = False
 
 
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,7 @@ class ConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: list[JobOutcome] = []
     pool: PoolState = PoolState.READY
     problems: list[str] = []  #: of the worker side itself: threads that died, raise or stand still
+    superseded: bool = False  #: the pool refuses stores: it says that this engine's weights are of the past
 
 
 class ConnectorRequest(Protocol):
@@ -185,8 +190,17 @@ class SchedulerSide(Protocol):
         """A step computed so many prompt tokens in so many seconds: the prefill rate, for load or recompute."""
         ...
 
+    def reset(self) -> None:
+        """The engine's weights are new: the ranks open the pool's namespaces anew, at its weight epoch of then.
+
+        Nothing of the older weights goes to the pool, or comes from it, any more: jobs under way end as not done,
+        and requests that have computed or loaded anything neither load nor store for the rest of their life. The
+        engine forgets its own cached blocks itself."""
+        ...
+
     def jobs_pending(self) -> int:
-        """Jobs not yet terminal: the engine keeps stepping while there are any."""
+        """Jobs not yet terminal, and one more for a reset that the ranks were not told of: the engine keeps stepping
+        while there are any."""
         ...
 
     def fileno_or_none(self) -> int | None:

@@ -41,6 +41,7 @@ class Counters:
         "store_bytes",
         "store_seconds",
         "pool_lost",
+        "resets",
     )
 
     def __init__(self) -> None:

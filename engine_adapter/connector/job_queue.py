@@ -50,7 +50,8 @@ class JobQueue:
                 return []
             chain = [self._pop()]
             for following in list(self._jobs)[:MERGE_MAX]:
-                if continues(chain[-1].job, following.job, hash_bytes):
+                before = chain[-1]
+                if before.generation == following.generation and continues(before.job, following.job, hash_bytes):
                     self._jobs.remove(following)
                     self._blocks -= len(following.status)
                     chain.append(following)

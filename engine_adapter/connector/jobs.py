@@ -164,6 +164,11 @@ class JobLedger:
         """Blocks held by open jobs of one kind; a block counts once for each job that holds it."""
         return self._pending[kind]
 
+    @property
+    def newest(self) -> int:
+        """The id of the newest job; 0 before there was one."""
+        return self._next_id - 1
+
     def __len__(self) -> int:
         return len(self._open)
 

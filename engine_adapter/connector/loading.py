@@ -24,6 +24,7 @@ SHED: Final = "shed"  #: a queue was full
 CLOSED: Final = "closed"  #: the worker side was closed
 INVALID: Final = "invalid"  #: the job names blocks that are not there
 LATE: Final = "late"  #: as the status: no call was begun that could end after the deadline
+STALE: Final = "stale"  #: the engine's weights are new, and the job is of older ones
 SKIPPED: Final = "skipped"  #: blocks before it are missing, so it would be of no use
 ERROR: Final = "error"  #: a mistake in this program; the log has it
 
@@ -35,8 +36,10 @@ class TransferPool(Protocol):
     def layout(self) -> PoolLayout: ...
     @property
     def state(self) -> PoolState: ...
-    def load(self, salt: str, chunk: Chunk) -> Codes: ...
-    def store(self, salt: str, chunk: Chunk) -> Codes: ...
+    @property
+    def generation(self) -> int: ...
+    def load(self, salt: str, chunk: Chunk, generation: int) -> Codes: ...
+    def store(self, salt: str, chunk: Chunk, generation: int) -> Codes: ...
 
 
 class Gate:
@@ -51,10 +54,16 @@ class Gate:
         """Jobs under way end after the call they are in."""
         self._closing = True
 
-    def stop(self, start_by: float) -> str:
+    def stale(self, opened: OpenJob) -> bool:
+        """It is of weights that the engine has no more."""
+        return opened.generation != self._pool.generation
+
+    def stop(self, opened: OpenJob, start_by: float) -> str:
         """Why it may not, or an empty string. ``start_by``: monotonic seconds after which no call is begun."""
         if self._closing:
             return CLOSED
+        if self.stale(opened):
+            return STALE
         if self._pool.state is PoolState.ABSENT:
             return ABSENT
         return LATE if self.late(start_by) else ""
@@ -78,15 +87,18 @@ class Loader:
         try:
             untried = self._run(opened)
         finally:
+            if self._gate.stale(opened):
+                opened.status[:] = BlockStatus.UNKNOWN  # what came before was of the older weights too
+                untried = STALE
             self._outbox.end(opened, untried)
 
     def _run(self, opened: OpenJob) -> str:
         """Load what can be; returns why the rest was not tried."""
         job = opened.job
         for chunk in chunks_of(job.groups, self._pool.layout, self._chunk_bytes):
-            if stop := self._gate.stop(opened.start_by):
+            if stop := self._gate.stop(opened, opened.start_by):
                 return stop
-            status = self._pool.load(job.cache_salt, chunk)
+            status = self._pool.load(job.cache_salt, chunk, opened.generation)
             opened.status[chunk.offset : chunk.offset + len(status)] = status
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

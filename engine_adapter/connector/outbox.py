@@ -30,12 +30,14 @@ _MOVED: Final = (int(BlockStatus.STORED), int(BlockStatus.LOADED))
 class OpenJob:
     """An accepted job. ``status`` u8[blocks], group after group, UNKNOWN where nothing was tried yet.
 
-    ``start_by``: monotonic seconds after which no more calls are made for it.
+    ``start_by``: monotonic seconds after which no more calls are made for it. ``generation``: of the weights that it
+    is of.
     """
 
     job: Job
     started: float
     start_by: float
+    generation: int = 0
     status: npt.NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,11 +60,11 @@ class Outbox:
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def accept(self, job: Job) -> OpenJob | None:
+    def accept(self, job: Job, generation: int = 0) -> OpenJob | None:
         """None, and no outcome, for the id of a job that is open already."""
         now = self._clock()
         # A job shorter than two calls gets the first half of its time, and may end up to a call late.
-        opened = OpenJob(job, now, now + max(job.deadline_s - self._transfer_s, job.deadline_s / 2))
+        opened = OpenJob(job, now, now + max(job.deadline_s - self._transfer_s, job.deadline_s / 2), generation)
         with self._lock:
             if job.job_id in self._open:
                 self._stats["jobs_refused"] += 1

@@ -70,6 +70,7 @@ class Pool:
         self.memory: Bytes = self._attachment.memory
         self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
         self._closed = False
+        self._superseded = False
         self._loop = Loop("connector-probe", PROBE_PERIOD_S, self._turn, bound_s=4 * transfer_s + 5.0)
         self._turn()
         self._loop.start()
@@ -85,23 +86,46 @@ class Pool:
         """Why it is absent, or an empty string."""
         return self._readiness.reason
 
-    def load(self, salt: str, chunk: Chunk) -> Codes:
-        """Statuses u8[rows] (:class:`BlockStatus`) of the chunk's rows; where LOADED, the bytes are in place."""
-        return self._transfer(salt, chunk, self._load)
+    @property
+    def generation(self) -> int:
+        """Of the engine's weights: grows with each :meth:`renew`."""
+        return self._attachment.generation
 
-    def store(self, salt: str, chunk: Chunk) -> Codes:
-        """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block."""
-        return self._transfer(salt, chunk, self._store)
+    @property
+    def superseded(self) -> bool:
+        """The pool has refused a store because these weights, or this layout, are not what it has under the name."""
+        return self._superseded
+
+    def load(self, salt: str, chunk: Chunk, generation: int) -> Codes:
+        """Statuses u8[rows] (:class:`BlockStatus`) of the chunk's rows; where LOADED, the bytes are in place.
+
+        ABORTED where ``generation`` is not that of now: the job is of older weights."""
+        return self._transfer("load", salt, chunk, generation, self._load)
+
+    def store(self, salt: str, chunk: Chunk, generation: int) -> Codes:
+        """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED as for :meth:`load`."""
+        return self._transfer("store", salt, chunk, generation, self._store)
+
+    def renew(self) -> None:
+        """The engine's weights are new: the pool is absent until its namespaces have been opened anew, which begins
+        at once. What was begun with the older ones can neither store under the new epoch nor count as loaded."""
+        with self._lock:
+            self._attachment.renew()
+            self._superseded = False
+            self._readiness.begin_anew("the engine's weights are new", self._clock())
+        log.info("namespaces are opened anew: the engine's weights are new", rank=self._rank)
+        self._loop.wake()
 
     def lookup(self, salt: str, group: int, hashes: bytes, request: str = "") -> Lookup | None:
         """What the directory says; None when it could not be asked. ``request``: the name of who asks."""
-        client, namespace = self._attachment.client, self._attachment.namespace(group)
+        generation = self.generation
+        client, namespace = self._attachment.client, self._attachment.namespace(group, generation)
         if self.state is PoolState.ABSENT or client is None or namespace is None:
             return None
         try:
             found = client.lookup(namespace, salt, hashes, request=request)
         except KVError as error:
-            self._refused("lookup", group, error)
+            self._refused("lookup", group, error, generation)
             return None
         if found.answered:
             return found
@@ -110,25 +134,35 @@ class Pool:
 
     def prefetch(self, salt: str, group: int, hashes: bytes) -> None:
         """Make a coming load cheaper, in the background. Nobody waits for it."""
-        client, namespace = self._attachment.client, self._attachment.namespace(group)
+        generation = self.generation
+        client, namespace = self._attachment.client, self._attachment.namespace(group, generation)
         if self.state is PoolState.ABSENT or client is None or namespace is None or not hashes:
             return
         try:
             client.prefetch(namespace, salt, hashes)
         except KVError as error:
-            self._refused("prefetch", group, error)
+            self._refused("prefetch", group, error, generation)
 
     def _transfer(
-        self, salt: str, chunk: Chunk, call: Callable[[PoolClient, PoolNamespace, str, Chunk], Codes]
+        self,
+        what: str,
+        salt: str,
+        chunk: Chunk,
+        generation: int,
+        call: Callable[[PoolClient, PoolNamespace, str, Chunk], Codes],
     ) -> Codes:
-        client, namespace = self._attachment.client, self._attachment.namespace(chunk.blocks.group)
+        client, namespace = self._attachment.client, self._attachment.namespace(chunk.blocks.group, generation)
+        if generation != self.generation:
+            return np.full(chunk.stop - chunk.start, BlockStatus.ABORTED, np.uint8)
         if client is None or namespace is None:
             return np.full(chunk.stop - chunk.start, BlockStatus.NODE_LOST, np.uint8)
         try:
             status = call(client, namespace, salt, chunk)
         except KVError as error:
-            self._refused("transfer", chunk.blocks.group, error)
+            self._refused(what, chunk.blocks.group, error, generation)
             return np.full(chunk.stop - chunk.start, BlockStatus.REFUSED, np.uint8)
+        if generation != self.generation:  # what came, or went, is of the older weights
+            return np.full(chunk.stop - chunk.start, BlockStatus.ABORTED, np.uint8)
         verdict = verdict_of(status)
         if verdict is not Verdict.ANSWERED:
             self._last = (salt, chunk.hashes(self.layout.hash_bytes)[: self.layout.hash_bytes], chunk.blocks.group)
@@ -146,11 +180,19 @@ class Pool:
 
     # ------------------------------------------------------------------ readiness
 
-    def _refused(self, what: str, group: int, error: KVError) -> None:
+    def _refused(self, what: str, group: int, error: KVError, generation: int) -> None:
         text = f"{type(error).__name__}: {error}"
+        if what == "store" and isinstance(error, FingerprintMismatch):
+            # The pool stays: an engine of older weights may add nothing, and finds nothing, until it is told that
+            # its weights are new. It is said once; the blocks are counted.
+            with self._lock:
+                first = generation == self.generation and not self._superseded
+                self._superseded |= first
+            if first:
+                log.warning("the pool takes no blocks of this engine", group=group, reason=text, rank=self._rank)
+            return
         log.warning("pool refused a call", call=what, group=group, reason=text)
-        # Not after a store: an engine of older weights may add nothing, and can still read.
-        if isinstance(error, _ALL_REFUSED) and what != "store":
+        if isinstance(error, _ALL_REFUSED):
             self._ended(Verdict.REFUSED, text)
 
     def _ended(self, verdict: Verdict, reason: str) -> None:
@@ -168,6 +210,7 @@ class Pool:
         with self._lock:
             if self._closed or not self._readiness.claim_probe(self._clock()):
                 return
+            generation = self.generation
         problem = "the probe failed"
         try:
             problem = self._probe()
@@ -177,6 +220,8 @@ class Pool:
             problem = f"{type(error).__name__}: {error}"
         finally:
             with self._lock:
+                if generation != self.generation:
+                    problem = problem or "the engine's weights are new"
                 before, reason = self._readiness.state, self._readiness.reason
                 self._readiness.probed(problem, self._clock())
         if not problem and before is PoolState.ABSENT:

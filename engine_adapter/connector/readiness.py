@@ -64,6 +64,11 @@ class Readiness:
             self.state, self.reason = PoolState.ABSENT, reason
         return True
 
+    def begin_anew(self, reason: str, now: float) -> None:
+        """What was known is void: absent until a probe that is due now, or the next one, has answered."""
+        self.state, self.reason, self.data_late, self._late_calls = PoolState.ABSENT, reason, False, 0
+        self._retry_at, self._backoff_s, self._suspected = now, BACKOFF_FIRST_S, True
+
     def claim_probe(self, now: float) -> bool:
         """True when one is due; it is the caller's until :meth:`probed`."""
         if self._probing or not self._suspected or now < self._retry_at:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvstrata.engine_adapter.connector.base import (
     BlockHolder,
@@ -74,6 +75,9 @@ class PoolSchedulerSide:
         self._stores: dict[int, OpenStore] = {}
         self._unsent: list[Job] = []
         self._lives = 0
+        self._reset_due = False
+        self._stale_jobs = 0  # jobs up to this id are of older weights
+        self._superseded = False
         self._problems: list[str] = []
         self._usable = pools_prefixes(layout)
         # Stores may hold half of the cache at most: the engine has to go on while a pool is slow to take them.
@@ -117,7 +121,12 @@ class PoolSchedulerSide:
         return job.job_id
 
     def _may_load(self, state: TrackedRequest) -> bool:
-        return self._usable and not state.loaded and self.policy.pool_ready and self.policy.policy != "never"
+        return (
+            self._usable
+            and not (state.loaded or state.stale)
+            and self.policy.pool_ready
+            and self.policy.policy != "never"
+        )
 
     def _begin(self, request: ConnectorRequest) -> TrackedRequest:
         assert request.request_id not in self._requests, f"{request.request_id!r} is queued twice"
@@ -136,16 +145,20 @@ class PoolSchedulerSide:
     def build_meta(self, computed: Sequence[Computed]) -> ConnectorMeta | None:
         """The loads that were accepted since the last step, and the blocks that this step completes."""
         self._hits.poll()
+        reset, self._reset_due = self._reset_due, False
         loads, self._unsent = self._unsent, []
         stores = list(self._store_jobs(computed)) if self.config.store and self._usable else []
-        return ConnectorMeta(loads=loads, stores=stores) if loads or stores else None
+        for request, _, _ in computed:
+            if (state := self._requests.get(request.request_id)) is not None:
+                state.computed = True
+        return ConnectorMeta(loads=loads, stores=stores, reset=reset) if loads or stores or reset else None
 
     def _store_jobs(self, computed: Sequence[Computed]) -> Iterator[Job]:
         for request, tables, tokens in computed:
             state = self._requests.get(request.request_id) or self._begin(request)
             self._planner.set_limits(state, request, tokens)
             room = self._store_blocks_max - self.ledger.pending_blocks(JobKind.STORE)
-            if room <= 0 or not self.policy.pool_ready:
+            if room <= 0 or not self.policy.pool_ready or state.stale:
                 continue
             runs = self._planner.take(state, request.block_hashes, tables, room)
             if runs:
@@ -178,6 +191,7 @@ class PoolSchedulerSide:
         assert len(outputs) in (0, self.ledger.ranks), f"{len(outputs)} outputs of {self.ledger.ranks} ranks"
         if outputs:
             self._pool_is(all(output.pool is PoolState.READY for output in outputs))
+            self._superseded_is(any(output.superseded for output in outputs))
             self._problems = [f"rank {rank}: {text}" for rank, output in enumerate(outputs) for text in output.problems]
         loads: list[LoadEnd] = []
         for rank, output in enumerate(outputs):
@@ -204,7 +218,13 @@ class PoolSchedulerSide:
             for state in self._requests.values():
                 state.offer_again()
 
+    def _superseded_is(self, superseded: bool) -> None:
+        before, self._superseded = self._superseded, superseded
+        if superseded and not before:
+            log.warning("the pool's blocks are of other weights than this engine's: it neither finds nor adds any")
+
     def _load_ended(self, end: JobEnd) -> LoadEnd | None:
+        end = self._judged(end)
         load = self._loads.pop(end.job.job_id)
         asked, loaded = load.rows.end - load.rows.begin, load.rows.loaded_tokens(end.done)
         self.policy.load_ended(
@@ -224,6 +244,12 @@ class PoolSchedulerSide:
         state.load_job = None
         return LoadEnd(job_id=end.job.job_id, request_id=load.request_id, asked_tokens=asked, loaded_tokens=loaded)
 
+    def _judged(self, end: JobEnd) -> JobEnd:
+        """A job of older weights has done nothing, whatever the ranks say: they may not have heard of the reset."""
+        if end.job.job_id > self._stale_jobs:
+            return end
+        return replace(end, done=bytes(len(end.done)))
+
     def _note_missing(self, end: JobEnd, state: TrackedRequest | None) -> None:
         """Blocks that were not loaded are to be stored when they have been computed."""
         at = 0
@@ -242,7 +268,8 @@ class PoolSchedulerSide:
         store = self._stores.pop(end.job.job_id)
         self._counters.store_ended(end)
         # A store that failed because the pool is away says nothing about its blocks.
-        self.offers.ended(store.keys, end.done, blame=self.policy.pool_ready)
+        stale = end.job.job_id <= self._stale_jobs
+        self.offers.ended(store.keys, self._judged(end).done, blame=self.policy.pool_ready and not stale)
         state = self._live(store.request_id, store.life)
         if state is None:
             return
@@ -251,6 +278,16 @@ class PoolSchedulerSide:
                 state.cursor[key.group] = min(state.cursor[key.group], index)
 
     # ---------------------------------------------------------------- the rest of the contract
+
+    def reset(self) -> None:
+        """See :meth:`SchedulerSide.reset`. The ranks hear of it with the next step's meta."""
+        self._reset_due = True
+        self._stale_jobs = self.ledger.newest
+        self._counters.add("resets")
+        self.offers.pool_returned()
+        for state in self._requests.values():
+            state.reset()
+        log.info("the engine's weights are new: the pool's namespaces are opened anew")
 
     def request_stopped(self, request: ConnectorRequest) -> None:
         """Forget it. A load that no rank was told of is cancelled; all other jobs go on until they are terminal."""
@@ -270,8 +307,8 @@ class PoolSchedulerSide:
         self.policy.forward_done(tokens, seconds)
 
     def jobs_pending(self) -> int:
-        """Jobs not yet terminal on every rank, overdue ones too."""
-        return len(self.ledger)
+        """Jobs not yet terminal on every rank, overdue ones too; and one more while a reset is due."""
+        return len(self.ledger) + self._reset_due
 
     def fileno_or_none(self) -> int | None:
         """The lookup client's descriptor: readable when an answer has arrived, not when a deadline passes."""
@@ -294,6 +331,7 @@ class PoolSchedulerSide:
             "load_blocks_held": float(self.ledger.pending_blocks(JobKind.LOAD)),
             "store_blocks_held": float(self.ledger.pending_blocks(JobKind.STORE)),
             "pool_ready": float(self.policy.pool_ready),
+            "weights_superseded": float(self._superseded),
             "load_latency_s": latency_s,
             "load_bytes_s": 1.0 / seconds_a_byte if seconds_a_byte else 0.0,
             "load_yield": self.policy.load_yield,

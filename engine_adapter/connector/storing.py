@@ -44,9 +44,9 @@ class Storer:
         start_by = min(opened.start_by for opened in jobs)
         merged = _merged(jobs)
         for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes):
-            if stop := self._gate.stop(start_by):
+            if stop := self._gate.stop(jobs[0], start_by):
                 return stop
-            status = self._pool.store(jobs[0].job.cache_salt, chunk)
+            status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation)
             _share(jobs, chunk.column, chunk.start, status)
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

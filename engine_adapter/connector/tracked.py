@@ -64,6 +64,13 @@ class TrackedRequest:
     counted: bool = False
     load_job: int | None = None
     loaded: bool = False  # one load a life: what it did not bring is computed
+    computed: bool = False  # a step has computed some of it
+    stale: bool = False  # its KV, or what it hangs on, is of older weights than the engine's
+
+    def reset(self) -> None:
+        """The engine's weights are new: what was begun is of no use to the pool, nor the pool to it."""
+        self.stale |= self.loaded or self.computed
+        self.offer_again()
 
     @property
     def skipped(self) -> int:

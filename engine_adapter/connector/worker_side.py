@@ -95,7 +95,11 @@ class PoolWorkerSide:
     # ------------------------------------------------------------------ the engine's calls
 
     def start(self, meta: ConnectorMeta) -> None:
-        """Queue the meta's loads at once; its stores when :meth:`forward_ended` says the KV is written."""
+        """Queue the meta's loads at once; its stores when :meth:`forward_ended` says the KV is written.
+
+        A reset comes first: jobs of before end as not done, when the call that they are in has ended."""
+        if meta.reset:
+            self._pool.renew()
         for job in meta.loads:
             if (opened := self._accepted(job)) is not None:
                 self._enqueue(opened, self._loads, self._load_workers)
@@ -112,7 +116,12 @@ class PoolWorkerSide:
 
     def take_output(self) -> ConnectorOutput:
         """Outcomes since the last call, each once, and how the pool is. Cheap."""
-        return ConnectorOutput(outcomes=self._outbox.take(), pool=self._pool.state, problems=self._problems_lately())
+        return ConnectorOutput(
+            outcomes=self._outbox.take(),
+            pool=self._pool.state,
+            problems=self._problems_lately(),
+            superseded=self._pool.superseded,
+        )
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, from any thread, when there is an outcome to take."""
@@ -185,7 +194,7 @@ class PoolWorkerSide:
 
     def _accepted(self, job: Job) -> OpenJob | None:
         """An open job to go on with; None when it has ended already."""
-        opened = self._outbox.accept(job)
+        opened = self._outbox.accept(job, self._pool.generation)
         if opened is None:
             log.error("a job id was given twice: the second job is ignored", job=job.job_id)
             return None

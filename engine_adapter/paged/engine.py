@@ -254,9 +254,18 @@ class Engine:
         """(seconds on the clock, what happened to the request), oldest first; bounded."""
         return self.scheduler.story(request_id)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the engine's own cached blocks (not the pool's). False, and nothing done, while any is in use."""
-        return self.kv.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
+        """Forget the engine's own cached blocks. False, and nothing done, while any is in use.
+
+        ``reset_external``: the weights are new, so open the pool's namespaces anew, at its weight epoch of now. What
+        the pool has of that epoch is found from then on; nothing is removed from it.
+        """
+        if not self.kv.reset_prefix_cache():
+            return False
+        if reset_external and self.connector is not None:
+            self.connector.reset()
+            self._runnable = True
+        return True
 
     def close(self) -> None:
         """End the ranks and the connector; requests that live are lost. Bounded; idempotent."""

@@ -51,6 +51,7 @@ class _Abort:
 @dataclass(slots=True)
 class _Reset:
     done: threading.Event
+    external: bool = False
     worked: bool = False
 
 
@@ -118,9 +119,9 @@ class EngineLoop:
             self._inbox.append(_Abort(request_id))
         self._engine.wake()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """See :meth:`Engine.reset_prefix_cache`. Waits for the step under way."""
-        order = _Reset(threading.Event())
+        order = _Reset(threading.Event(), reset_external)
         self._order(order)
         if not order.done.wait(RESET_S):
             raise Unavailable(f"the engine's step did not end within {RESET_S:.0f} s")
@@ -217,7 +218,7 @@ class EngineLoop:
             case _Abort(request_id=request_id):
                 self._engine.abort(request_id)
             case _Reset():
-                order.worked = self._engine.reset_prefix_cache()
+                order.worked = self._engine.reset_prefix_cache(reset_external=order.external)
                 order.done.set()
 
     def _enqueue(self, request: Request, on_output: OnOutput) -> None:

@@ -35,6 +35,8 @@ log = get_logger(__name__)
 BODY_BYTES_MAX: Final = 32 << 20
 #: A body must be there within this, however slowly it trickles.
 BODY_S: Final = 60.0
+#: What a yes or no in a query may be.
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 Handler = Callable[[Request], Awaitable[Response]]
 MakeJob = Callable[[Service, bytes, str], CompletionJob | ChatJob]
@@ -83,8 +85,11 @@ class Routes:
         return _json(await asyncio.to_thread(self._detokenized, await read_body(request)))
 
     # Plain functions below: they may take the engine's lock, so they run in threads and not in the event loop.
-    def reset_prefix_cache(self, _: Request) -> Response:
-        if not self._service.engine.reset_prefix_cache():
+    def reset_prefix_cache(self, request: Request) -> Response:
+        said = request.query_params.get("reset_external", "false").lower()
+        if said not in _FLAGS:
+            raise invalid(f"reset_external is {said!r}: true or false", "reset_external")
+        if not self._service.engine.reset_prefix_cache(reset_external=_FLAGS[said]):
             raise ApiError(409, "blocks are in use: try again when no request runs", code="cache_in_use")
         return Response(status_code=200)
 

@@ -31,6 +31,7 @@ from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
 from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
+from kvstrata.engine_adapter.vllm.resetting import reset_pool
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.engine_adapter.vllm.worker import StepRunner
@@ -175,9 +176,15 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return KVStrataMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """The pool's blocks stay: no engine may forget what others use. Tells vLLM so."""
-        log.error("reset_external is not offered: the pool keeps its blocks; restart with another namespace setting")
-        return False
+        """End the pool's weight epoch of this model, and go on in the next one: where the settings allow it, as it
+        is so for every engine. Tells vLLM whether it was done."""
+        if not self.settings.reset_external:
+            log.error(
+                "the pool is not reset: its blocks are other engines' too. "
+                'Set "reset_external": true in kv_connector_extra_config to end them, for all engines'
+            )
+            return False
+        return reset_pool(self.settings.masters, self._layout(), self._scheduler)
 
     @property
     def _scheduler(self) -> StepPlanner:

@@ -36,10 +36,12 @@ COUNTERS: Final[Mapping[str, str]] = {
     "lookups_late": "Lookups without an answer in time: counted as misses.",
     "lookups_absent": "Lookups that could not be made.",
     "pool_lost": "Times the pool became absent.",
+    "resets": "Times the engine's weights were new.",
 }
 
 GAUGES: Final[Mapping[str, str]] = {
     "pool_ready": "1 while the pool answers.",
+    "weights_superseded": "1 while the pool refuses this engine's blocks: they are of weights of the past.",
     "jobs_pending": "Loads and stores under way.",
     "load_blocks_held": "Blocks held for loads under way.",
     "store_blocks_held": "Blocks held for stores under way.",

@@ -99,7 +99,9 @@ class StepPlanner:
         decoded = {rank: decode_report(data) for rank, data in reports.items()}
         outputs = []
         for rank, last in enumerate(self._last):
-            output = decoded[rank].output if rank in decoded else ConnectorOutput(pool=last.pool)
+            output = (
+                decoded[rank].output if rank in decoded else ConnectorOutput(pool=last.pool, superseded=last.superseded)
+            )
             self._last[rank] = output
             outputs.append(output)
         self._side.update_output(outputs)
@@ -109,8 +111,13 @@ class StepPlanner:
         if report is not None and report.prefill_tokens:
             self._side.forward_done(report.prefill_tokens, report.forward_s)
 
+    def reset(self) -> None:
+        """The pool's namespaces are opened anew, at its weight epoch of then; the ranks hear of it in the next step."""
+        self._side.reset()
+
     def has_pending_work(self) -> bool:
-        """Jobs whose end has to be taken from the ranks yet: the engine must go on stepping."""
+        """Jobs whose end has to be taken from the ranks yet, or a reset that they wait for: the engine must go on
+        stepping."""
         return self._side.jobs_pending() > 0
 
     def stats(self) -> dict[str, float]:

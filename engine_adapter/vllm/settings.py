@@ -32,6 +32,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     and what is not there is computed; also what a store may take. ``lookup_deadline_ms``: a lookup without an answer
     by then is a miss. ``save_decode_cache``: also store blocks that hold generated tokens.
     ``store_pending_blocks_max``: blocks held for stores under way; past it, blocks are not stored.
+    ``reset_external``: a reset of the prefix cache that asks for the external one too ends what the pool has of this
+    model, for all engines; False: it does nothing to the pool.
     """
 
     masters: str = ""
@@ -44,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lookup_deadline_ms: Milliseconds = 200
     save_decode_cache: bool = True
     store_pending_blocks_max: Annotated[int, msgspec.Meta(ge=1)] = 8_192
+    reset_external: bool = False
 
     def pool_config(self, *, stores: bool, loads: bool) -> PoolConfig:
         """``stores`` and ``loads``: what vLLM's ``kv_role`` allows."""

@@ -17,7 +17,7 @@ from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, J
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide
-from kvstrata.proto.errors import KVError
+from kvstrata.proto.errors import FingerprintMismatch, KVError
 from kvstrata.proto.keys import split_hashes
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.regions import BlockView, Region
@@ -54,6 +54,7 @@ class StoreCall:
     hashes: bytes
     parent: bytes | None
     first_index: int
+    epoch: int
 
 
 @dataclass
@@ -61,6 +62,7 @@ class ScriptedClient:
     """``answers``: hash -> status instead of the truth. ``everything``: status of every block of every call.
 
     ``fails``: raised by every call that names blocks; ``refuses``: by ``namespace``. ``reached`` False: no master.
+    ``epoch``: the weight epoch that namespaces are pinned to; one of another epoch finds nothing and may not store.
     """
 
     blocks: dict[tuple[str, int, str, bytes], bytes] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class ScriptedClient:
     fails: Exception | None = None
     refuses: KVError | None = None
     reached: bool = True
+    epoch: int = 0
+    opening: Gate = field(default_factory=Gate)
     not_yet: bool = False
     loading: Gate = field(default_factory=Gate)
     storing: Gate = field(default_factory=Gate)
@@ -88,7 +92,8 @@ class ScriptedClient:
             raise self.refuses
         opened = PoolNamespace(group, block_bytes, block_tokens, hash_bytes, shard, shard_count)
         if self.reached:
-            opened.pin.learn(0)
+            opened.pin.learn(self.epoch)
+        self.opening.through()
         return opened
 
     def allocate(self, nbytes: int) -> Region:
@@ -126,7 +131,8 @@ class ScriptedClient:
         status = []
         for row, name in enumerate(split_hashes(hashes, namespace.hash_bytes)):
             data = self.blocks.get((namespace.group, namespace.shard, cache_salt, name))
-            code = self._answer(name, BlockStatus.MISSING if data is None else BlockStatus.LOADED)
+            absent = data is None or namespace.epoch != self.epoch
+            code = self._answer(name, BlockStatus.MISSING if absent else BlockStatus.LOADED)
             if code is BlockStatus.LOADED and data is not None:
                 _put(blocks, row, data)
             status.append(code)
@@ -141,10 +147,12 @@ class ScriptedClient:
         parent: bytes | None,
         first_index: int,
     ) -> StoreResult:
-        self.stores.append(StoreCall(hashes, parent, first_index))
+        self.stores.append(StoreCall(hashes, parent, first_index, namespace.epoch))
         self.storing.through()
         if self.fails is not None:
             raise self.fails
+        if namespace.epoch != self.epoch:
+            raise FingerprintMismatch(f"the group is at weight epoch {self.epoch}, and this handle is of another")
         status = []
         for row, name in enumerate(split_hashes(hashes, namespace.hash_bytes)):
             code = self._answer(name, BlockStatus.STORED)

@@ -504,3 +504,69 @@ def test_the_real_one_has_a_descriptor_and_closes(tmp_path: Path) -> None:
     assert stats["lookups"] == 0 and all(isinstance(value, float) for value in stats.values())
     side.check()
     side.close()
+
+
+# ------------------------------------------------------------------------------------------------ new weights
+
+
+class TestReset:
+    def test_the_ranks_hear_of_it_once_also_when_nothing_runs(self) -> None:
+        at = Engine()
+        at.side.reset()
+        assert at.side.jobs_pending() == 1, "the engine must step once more"
+        meta = at.side.build_meta([])
+        assert meta is not None and meta.reset and not meta.loads and not meta.stores
+        assert at.side.jobs_pending() == 0 and at.side.build_meta([]) is None
+        assert at.side.stats()["resets"] == 1
+
+    def test_a_load_of_before_brings_nothing_whatever_the_ranks_say(self) -> None:
+        at = Engine()
+        request = FakeRequest("r", 17)
+        assert at.match(request) == 16
+        job = at.load(request, 16, [1, 2, 3, 4])
+        at.side.reset()
+        (end,) = at.report(job)
+        assert (end.asked_tokens, end.loaded_tokens) == (16, 0) and at.holder.held() == {}
+
+    def test_what_was_begun_neither_loads_nor_stores_any_more_and_its_next_life_does(self) -> None:
+        at = Engine()
+        request = FakeRequest("r", 17)
+        at.side.on_new_request(request)
+        assert rows(at.step(request, 3, [1, 2, 3, 4, 5])) == [], "less than a block, and of older weights all the same"
+        at.side.reset()
+        meta = at.step(request, 17, [1, 2, 3, 4, 5])
+        assert meta is not None and meta.reset and rows(meta) == []
+        assert at.side.get_num_new_matched_tokens(request, 0) == 0
+        at.side.request_stopped(request)
+        at.side.on_new_request(request)
+        assert rows(at.step(request, 17, [1, 2, 3, 4, 5])) == [(0, 0, [1, 2, 3, 4])]
+
+    def test_what_only_waits_is_asked_for_again(self) -> None:
+        at = Engine()
+        request = FakeRequest("r", 17)
+        at.side.on_new_request(request)
+        at.lookups.answer(set(request.block_hashes))
+        assert at.side.get_num_new_matched_tokens(request, 0) == 16
+        at.side.reset()
+        assert at.side.get_num_new_matched_tokens(request, 0) is None
+        at.lookups.answer(set())
+        assert at.side.get_num_new_matched_tokens(request, 0) == 0
+        assert rows(at.step(request, 17, [1, 2, 3, 4, 5])) == [(0, 0, [1, 2, 3, 4])]
+
+    def test_blocks_stored_before_are_offered_again(self) -> None:
+        at = Engine()
+        first, under_way, again = FakeRequest("a", 9), FakeRequest("b", 9, content="other"), FakeRequest("c", 9)
+        at.report(*at.step(first, 9, [1, 2, 3]).stores)  # type: ignore[union-attr]
+        meta = at.step(under_way, 9, [4, 5, 6])
+        assert meta is not None
+        at.side.reset()
+        at.report(*meta.stores)  # the ranks had not heard of it: what they stored is of the older weights
+        assert rows(at.step(again, 9, [7, 8, 9])) == [(0, 0, [7, 8])]
+        assert rows(at.step(FakeRequest("d", 9, content="other"), 9, [10, 11, 12])) == [(0, 0, [10, 11])]
+
+    def test_weights_of_the_past_show(self) -> None:
+        at = Engine()
+        at.side.update_output([ConnectorOutput(superseded=True)])
+        assert at.side.stats()["weights_superseded"] == 1
+        at.side.update_output([ConnectorOutput()])
+        assert at.side.stats()["weights_superseded"] == 0

@@ -571,3 +571,109 @@ def test_any_jobs_and_any_answers_give_one_true_outcome_each(
         assert all(done <= there for done, there in zip(outcome.done, good, strict=True))
     engine.close()
     assert len(engine.outcomes) == len(jobs)
+
+
+# -------------------------------------------------------------------- new weights
+
+RESET = ConnectorMeta(reset=True)
+
+
+def ready(engine: Engine) -> bool:
+    return engine.side.take_output().pool is PoolState.READY
+
+
+def test_after_a_reset_stores_and_loads_are_of_the_pools_epoch_of_then(start: Start, client: ScriptedClient) -> None:
+    put(client, names(1))
+    engine = start()
+    client.epoch = 1
+    engine.store(store(1, names(1, 50), [1]))
+    assert engine.outcome(1).reasons == {"refused": 1}
+    engine.side.start(RESET)
+    until(lambda: ready(engine))
+    engine.store(store(2, names(1, 50), [1]))
+    engine.side.start(load(3, names(1), [2]))
+    assert engine.outcome(2).done == engine.outcome(3).done == b"\1"
+    assert [call.epoch for call in client.stores] == [0, 1]
+
+
+def test_what_was_computed_with_older_weights_never_goes_to_the_new_epoch(start: Start, client: ScriptedClient) -> None:
+    engine = start(chunk_blocks=1)
+    client.storing.shut()
+    for number in range(worker_side.STORE_THREADS):  # each in its first call of two, of older weights
+        engine.store(store(10 + number, names(2, 10 * number), [1, 2], request_id=f"r{number}"))
+        client.storing.came()
+    engine.store(store(20, names(1, 50), [3], request_id="waits"))
+    engine.side.start(store(30, names(1, 60), [4], request_id="not written"))
+    client.epoch = 1
+    engine.side.start(RESET)
+    until(lambda: ready(engine))
+    engine.store(store(40, names(1, 70), [5], request_id="new"))
+    client.storing.open()
+    for job_id, blocks in ((10, 2), (11, 2), (20, 1), (30, 1)):
+        assert engine.outcome(job_id).done == bytes(blocks), job_id
+    assert engine.outcome(20).reasons == engine.outcome(30).reasons == {"stale": 1}
+    assert engine.outcome(40).done == b"\1"
+    assert [name for _, _, _, name in client.blocks] == [names(1, 70)]
+
+
+def test_a_store_of_new_weights_does_not_continue_one_of_older(start: Start, client: ScriptedClient) -> None:
+    engine = start()
+    client.storing.shut()
+    for number in range(worker_side.STORE_THREADS):
+        engine.store(store(10 + number, names(1, 10 * number), [1], request_id=f"r{number}"))
+        client.storing.came()
+    engine.store(store(1, names(1, 50), [1]))
+    engine.side.start(RESET)
+    until(lambda: ready(engine))
+    engine.store(store(2, names(1, 51), [2], first_index=1, parent=names(1, 50)))
+    client.storing.open()
+    assert (engine.outcome(1).done, engine.outcome(2).done) == (b"\0", b"\1")
+
+
+def test_a_load_that_a_reset_finds_half_done_brings_nothing(start: Start, client: ScriptedClient) -> None:
+    put(client, names(2))
+    engine = start(chunk_blocks=1)
+    client.loading.shut()
+    engine.side.start(load(1, names(2), [1, 2]))
+    client.loading.came()
+    engine.side.start(RESET)
+    until(lambda: ready(engine))
+    client.loading.open()
+    assert engine.outcome(1).done == b"\0\0" and engine.outcome(1).reasons == {"stale": 2}
+    assert len(client.loads) == 1, "its second call would have been of the new weights"
+
+
+def test_a_namespace_that_is_being_opened_during_a_reset_is_opened_again(start: Start, client: ScriptedClient) -> None:
+    client.reached = False
+    engine = start()
+    client.opening.shut()
+    client.reached = True
+    engine.clock.now += 2
+    while client.opening.entered.acquire(blocking=False):
+        pass
+    client.opening.came()  # it has learned epoch 0, and stands in the call
+    client.epoch = 1
+    engine.side.start(RESET)
+    client.opening.open()
+
+    def ready_later() -> bool:
+        engine.clock.now += 2  # past any pause between probes
+        return ready(engine)
+
+    until(ready_later)
+    engine.store(store(1, names(1), [1]))
+    assert engine.outcome(1).done == b"\1" and client.stores[-1].epoch == 1
+
+
+def test_weights_of_the_past_are_told_once_and_the_pool_stays(
+    start: Start, client: ScriptedClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    client.epoch = 1
+    for number in range(3):
+        engine.store(store(number, names(1, number), [1]))
+        assert engine.outcome(number).reasons == {"refused": 1}
+        assert ready(engine) and engine.side.take_output().superseded
+    assert caplog.text.count("takes no blocks of this engine") == 1
+    engine.side.start(RESET)
+    assert not engine.side.take_output().superseded

@@ -372,6 +372,9 @@ class ScriptedConnector:
     def forward_done(self, tokens: int, seconds: float) -> None:
         self.prefill.append((tokens, seconds))
 
+    def reset(self) -> None:
+        self.calls.append(("reset", ""))
+
     def jobs_pending(self) -> int:
         return len(self.held)
 

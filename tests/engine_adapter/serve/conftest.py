@@ -39,7 +39,7 @@ class ScriptedEngine:
         self.refuse: KVError | None = None
         self.refuse_from = 0  #: the first submit that is refused
         self.problem = ""
-        self.resets = 0
+        self.resets = self.external_resets = 0
         self.in_use = False
         self.current = EngineStats()
         self.submitted: list[tuple[list[int], SamplingParams, str]] = []
@@ -102,8 +102,9 @@ class ScriptedEngine:
     def health(self) -> Mapping[str, object]:
         return {"healthy": not self.problem, "problem": self.problem}
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         self.resets += 1
+        self.external_resets += reset_external
         return not self.in_use
 
 

@@ -92,6 +92,11 @@ def test_the_cache_is_reset_only_where_that_is_allowed(bench: Any, make_bench: A
     assert bench.request("POST", "/reset_prefix_cache").status_code == 404 and bench.engine.resets == 0
     allowed = make_bench(allow_reset=True)
     assert allowed.request("POST", "/reset_prefix_cache").status_code == 200 and allowed.engine.resets == 1
+    assert allowed.engine.external_resets == 0
+    assert allowed.request("POST", "/reset_prefix_cache?reset_external=true").status_code == 200
+    assert (allowed.engine.resets, allowed.engine.external_resets) == (2, 1)
+    refused = allowed.request("POST", "/reset_prefix_cache?reset_external=perhaps")
+    assert refused.status_code == 400 and "reset_external" in refused.text and allowed.engine.resets == 2
     allowed.engine.in_use = True
     assert allowed.request("POST", "/reset_prefix_cache").status_code == 409
 

@@ -213,3 +213,19 @@ def test_a_finished_request_is_forgotten_and_its_name_may_come_back() -> None:
     third = vllm.request()  # queued again without an end: the newer one counts
     vllm.answer(2)
     assert vllm.planner.get_num_new_matched_tokens(third, 0) == (8, True)
+
+
+def test_a_reset_keeps_the_engine_stepping_until_the_ranks_were_told() -> None:
+    at = Scheduling()
+    at.planner.reset()
+    assert at.planner.has_pending_work()
+    assert at.step()[1].reset
+    assert not at.planner.has_pending_work() and at.step()[1] == ConnectorMeta()
+
+
+def test_a_rank_without_news_is_still_refused_by_the_pool() -> None:
+    at = Scheduling(ranks=2)
+    said = encode(RankReport(output=ConnectorOutput(superseded=True)))
+    at.planner.update_connector_output({0: said, 1: said})
+    at.planner.update_connector_output({1: encode(RankReport(output=ConnectorOutput()))})
+    assert at.planner.stats()["weights_superseded"] == 1

@@ -41,3 +41,7 @@ def test_the_role_bounds_what_the_settings_ask_for() -> None:
     producer = settings.pool_config(stores=True, loads=False)
     assert (producer.store, producer.load_policy) == (True, "never")
     assert not settings.pool_config(stores=False, loads=True).store
+
+
+def test_the_pool_is_reset_only_where_that_is_said() -> None:
+    assert not read_settings({}).reset_external and read_settings({"reset_external": True}).reset_external
