@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -28,6 +29,8 @@ _UNKNOWN: Final = int(BlockStatus.UNKNOWN)
 _STORED: Final = int(BlockStatus.STORED)
 _PRESENT: Final = int(BlockStatus.ALREADY_PRESENT)
 _IN_FLIGHT: Final = int(BlockStatus.IN_FLIGHT)
+_FULL: Final = int(BlockStatus.FULL)
+_QUOTA: Final = int(BlockStatus.QUOTA)
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class Writer:
             if peer is None:
                 status[run.where] = BlockStatus.NODE_LOST
                 continue
-            pushed = self._push(peer, offered, run.where)
+            pushed = self._push_all(peer, offered, run.where)
             status[run.where] = pushed.status
             if pushed.durable is not None:
                 durable[run.where] = pushed.durable
@@ -137,6 +140,20 @@ class Writer:
         if refused.size:
             hashes = gather(offered.hashes, offered.namespace.hash_bytes, refused + run.start)
             self._directory.report_miss(offered.namespace, offered.salt, hashes, node, 0, offered.deadline)
+
+    def _push_all(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
+        """Push a run, and again what its node had no room for while the rest of this very run came to lie on SSD:
+        for that there is room in memory now. Each turn stores something."""
+        whole = part = self._push(peer, offered, run)
+        moved, left = part.bytes_moved, _left_out(run, part)
+        while left is not None and time.monotonic() < offered.deadline:
+            part = self._push(peer, offered, left)
+            at = slice(left.start - run.start, None)
+            whole.status[at] = part.status
+            if whole.durable is not None and part.durable is not None:
+                whole.durable[at] = part.durable
+            moved, left = moved + part.bytes_moved, _left_out(left, part)
+        return Pushed(whole.status, moved, whole.durable)
 
     def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         width = offered.namespace.hash_bytes
@@ -158,3 +175,11 @@ class Writer:
         except KVError as error:
             log.warning("store failed", node=peer.endpoint.node_id, reason=f"{type(error).__name__}: {error}")
             return Pushed(np.full(len(push.blocks), status_of(error), np.uint8))
+
+
+def _left_out(run: slice, pushed: Pushed) -> slice | None:
+    """From the first block that found no room on, if others of the call have become durable."""
+    if pushed.durable is None or not pushed.durable[pushed.status == _STORED].any():
+        return None
+    refused = np.flatnonzero((pushed.status == _FULL) | (pushed.status == _QUOTA))
+    return slice(run.start + int(refused[0]), run.stop) if refused.size else None
