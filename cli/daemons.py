@@ -69,6 +69,10 @@ def storage(
         int | None,
         size_flag(help="Bytes a day that may be written to SSD; when short, only blocks used again are."),
     ] = None,
+    ssd_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of a key, 32 bytes as hex or base64: encrypt what is on SSD."),
+    ] = None,
     eviction: Annotated[
         EvictionOrder,
         typer.Option(help="What leaves first: blocks used once, where that hits more often, or the least recent."),
@@ -101,6 +105,7 @@ def storage(
             ssd=tuple(parse_device(each) for each in ssd or ()),
             ssd_policy=ssd_policy,
             ssd_daily_writes=ssd_daily_writes,
+            ssd_key_file=ssd_key_file,
             eviction=eviction,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, KVError
@@ -25,6 +25,9 @@ from kvstrata.storage.quotas import NodeShare, share_problem
 from kvstrata.storage.records import Lease, Shelf
 from kvstrata.storage.ssd.base import Extent, Removal
 from kvstrata.storage.state import NodeState, in_scope
+
+if TYPE_CHECKING:
+    from kvstrata.storage.ssd.tenant_keys import TenantKeys
 
 log = get_logger(__name__)
 
@@ -49,7 +52,7 @@ Confirm = Callable[[control.CommandDone], None]
 class _Order:
     """``reads`` were under way when it came: they may still send what it took away. ``kept``: it needs the file.
 
-    ``erase`` are shelves whose slots are to be overwritten.
+    ``erase`` are shelves whose slots are to be overwritten. ``shred``: a key is to be gone for good.
     """
 
     command: int
@@ -59,13 +62,14 @@ class _Order:
     removal: Removal | None = None
     reads: list[Lease] = field(default_factory=list)
     erase: list[Shelf] = field(default_factory=list)
+    shred: bool = False
     left: int = 0
 
 
 class Commands:
     """Over one node's state and its lock. ``file`` None: nothing outlives the process (tests).
 
-    ``eraser`` is that of the node's SSDs, if it has some.
+    ``eraser`` is that of the node's SSDs, if it has some; ``keys`` are theirs, if they are encrypted.
 
     Methods other than :meth:`turn` may be called by any thread that does not hold the lock.
     """
@@ -76,6 +80,7 @@ class Commands:
         lock: threading.Lock,
         file: PolicyFile | None = None,
         eraser: Eraser | None = None,
+        keys: TenantKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kept_revision = state.quotas.revision  #: of the shares that hold and would survive a restart; 0: none yet
@@ -84,6 +89,7 @@ class Commands:
         self._lock = lock
         self._file = file
         self._eraser = eraser
+        self._keys = keys
         self._clock = clock
         self._changes = 0
         self._kept = 0
@@ -152,10 +158,14 @@ class Commands:
         with self._lock:
             now = self._clock()
             erase = self._claim(message.group, salt) if message.erase else []
+            shred = False
+            if message.erase and not message.group and self._keys is not None:
+                self._keys.retire(salt)  # with the drop: what comes after it has a new key
+                shred = True
             self._state.drop(message.group, salt, now)
             removal = self._removal(group=message.group, salt=salt)
             reads = self._state.leases.sending()
-            order = _Order(message.command, confirm, now + ORDER_S, False, removal, reads, erase)
+            order = _Order(message.command, confirm, now + ORDER_S, False, removal, reads, erase, shred)
         self._take(order)
 
     def remove(self, message: control.RemoveCommand, confirm: Confirm) -> None:
@@ -209,10 +219,12 @@ class Commands:
             self._unkept = []
         unkept = self._keep(urgent=any(order.kept for order in fresh))
         unrecorded = self._record([order.removal for order in fresh if order.removal is not None])
-        if unkept or unrecorded:
+        unshredded = self._shred() if any(order.shred for order in fresh) else ""
+        if unkept or unrecorded or unshredded:
             self._retry_at = self._clock() + RETRY_S
         for order in fresh:
             error = (unkept if order.kept else "") or (unrecorded if order.removal is not None else "")
+            error = error or (unshredded if order.shred else "")
             if not error:
                 self._ending.append(order)
             elif self._clock() >= order.deadline:
@@ -253,6 +265,15 @@ class Commands:
         if not removals or store is None or store.record(removals):
             return ""
         return "the node's devices did not record it: it may come back when the node restarts"
+
+    def _shred(self) -> str:
+        """Keep the keys without those that are to be gone; why that could not be, or an empty string."""
+        assert self._keys is not None
+        try:
+            self._keys.save()
+        except OSError as error:
+            return f"a key is not destroyed: cannot write {self._keys.file}: {error.strerror or error}"
+        return ""
 
     def _erase(self) -> None:
         """Overwrite what was dropped, for one turn's time; what has not been let go of yet comes later."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
 from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
+
+if TYPE_CHECKING:
+    from kvstrata.storage.ssd.tenant_keys import TenantKeys
 
 #: Left for everything else of the process and the machine.
 MEMORY_SPARE_BYTES: Final = 64 << 20
@@ -27,7 +30,7 @@ class StorageConfig:
 
     ``name`` becomes the node id when the data directory is new. ``slab_bytes`` None: an eighth of DRAM,
     4 to 256 MiB. ``ssd`` are directories, one a device, with the bytes to use of each; ``ssd_daily_writes``
-    None: as many as come.
+    None: as many as come. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted.
     """
 
     masters: tuple[str, ...]
@@ -41,6 +44,7 @@ class StorageConfig:
     ssd: tuple[tuple[Path, int], ...] = ()
     ssd_policy: SsdPolicy = SsdPolicy.DEMOTE
     ssd_daily_writes: int | None = None
+    ssd_key_file: Path | None = None
     eviction: EvictionOrder = EvictionOrder.SEGMENTED
 
     def validated(self) -> StorageConfig:
@@ -77,18 +81,33 @@ class StorageConfig:
                 f"--ssd-daily-writes is {self.ssd_daily_writes}: give the bytes a day that the devices are rated for, "
                 "or --ssd-policy off to write nothing"
             )
-        if not self.ssd and (self.ssd_daily_writes is not None or self.ssd_policy is not SsdPolicy.DEMOTE):
-            raise ConfigError("--ssd-policy and --ssd-daily-writes need an SSD: add --ssd PATH=SIZE")
+        asked = self.ssd_daily_writes is not None or self.ssd_key_file is not None
+        if not self.ssd and (asked or self.ssd_policy is not SsdPolicy.DEMOTE):
+            raise ConfigError("--ssd-policy, --ssd-daily-writes and --ssd-key-file need an SSD: add --ssd PATH=SIZE")
 
 
-def open_store(config: StorageConfig, node_id: str) -> SsdStore | None:
+def open_keys(config: StorageConfig) -> TenantKeys | None:
+    """The keys of what is on the node's SSDs; None when that is not encrypted. Raises :class:`ConfigError`."""
+    if config.ssd_key_file is None:
+        return None
+    try:
+        from kvstrata.storage.ssd.tenant_keys import FILE_NAME, TenantKeys, read_key_file
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "cryptography":
+            raise
+        raise ConfigError("--ssd-key-file needs a package: pip install 'kvstrata[encryption]'") from error
+
+    return TenantKeys(config.data / FILE_NAME, read_key_file(config.ssd_key_file))
+
+
+def open_store(config: StorageConfig, node_id: str, keys: TenantKeys | None = None) -> SsdStore | None:
     """The node's SSDs, locked and ready to be scanned; None when it has none. Raises :class:`ConfigError`."""
     if not config.ssd:
         return None
     from kvstrata.storage.ssd.log import SsdLog
     from kvstrata.storage.ssd.opening import DeviceConfig
 
-    return SsdLog.open([DeviceConfig(path, nbytes) for path, nbytes in config.ssd], node_id=node_id)
+    return SsdLog.open([DeviceConfig(path, nbytes) for path, nbytes in config.ssd], node_id=node_id, keys=keys)
 
 
 def memory_available() -> int:

@@ -24,7 +24,7 @@ from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.attach import MasterLink, advertised
 from kvstrata.storage.channel import NodeChannel
 from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
-from kvstrata.storage.config import StorageConfig, open_store
+from kvstrata.storage.config import StorageConfig, open_keys, open_store
 from kvstrata.storage.eraser import Eraser
 from kvstrata.storage.eviction_order import EvictionOrder
 from kvstrata.storage.http import serve_http
@@ -81,7 +81,8 @@ class StorageNode:
             raise
         self._ends.append(self.arena.close)
         try:
-            store = open_store(config, self.identity.node_id)
+            keys = open_keys(config)
+            store = open_store(config, self.identity.node_id, keys)
         except BaseException:
             self.stop()
             raise
@@ -89,7 +90,7 @@ class StorageNode:
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd = self._ssd_tier(store) if store is not None else None
-        self.commands = Commands(self.state, self.lock, policies, self._eraser())
+        self.commands = Commands(self.state, self.lock, policies, self._eraser(), keys)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
         self.sidecar = Sidecar(self.identity, config.masters) if config.masters else None
@@ -177,6 +178,7 @@ class StorageNode:
             "http": self.http,
             "dram_bytes": self.arena.bytes_total,
             **(self.ssd.facts() if self.ssd is not None else {}),
+            **({"ssd_encrypted": True} if self.config.ssd_key_file is not None else {}),
             "pid": os.getpid(),
         }
 

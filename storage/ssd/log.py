@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.records import Block
@@ -25,8 +27,13 @@ from kvstrata.storage.ssd.raw_file import DiskFile, OpenFile
 from kvstrata.storage.ssd.recovery import recover
 from kvstrata.storage.ssd.removal_book import RemovalBook
 from kvstrata.storage.ssd.slots import slot_bytes_of
-from kvstrata.storage.ssd.transfers import erase_run, expected_header, item_of, read_run, runs, write_run
+from kvstrata.storage.ssd.transfers import Item, erase_run, expected_header, item_of, read_run, runs, write_run
 from kvstrata.transfer.loops import Loop
+
+if TYPE_CHECKING:
+    from kvstrata.storage.ssd.tenant_keys import TenantKeys
+
+log = get_logger(__name__)
 
 _COMPACT_PERIOD_S: Final = 5.0
 _COMPACT_BOUND_S: Final = 120.0
@@ -36,8 +43,15 @@ T = TypeVar("T")
 class SsdLog:
     """An :class:`kvstrata.storage.ssd.base.SsdStore` on real files. Made by :meth:`open`, then scanned once."""
 
-    def __init__(self, devices: Sequence[Device], extent_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        extent_bytes: int,
+        clock: Callable[[], float],
+        keys: TenantKeys | None = None,
+    ) -> None:
         self._devices = list(devices)
+        self._keys = keys
         self._clock = clock
         extents: list[Extent] = []
         # By turns, so that devices fill side by side.
@@ -64,21 +78,29 @@ class SsdLog:
         open_file: OpenFile = DiskFile,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        keys: TenantKeys | None = None,
     ) -> SsdLog:
         """Lock and lay out the devices. Raises :class:`ConfigError`, which says what to do.
 
         ``extent_bytes`` None: what the devices were made with, or an eighth of the smallest (64 MiB to 1 GiB).
-        ``open_file`` is the seam for faults (storage/ssd/faults.py).
+        ``open_file`` is the seam for faults (storage/ssd/faults.py). ``keys`` encrypt all payloads.
         """
-        opened, size = open_devices(devices, node_id, extent_bytes, open_file, limits, clock)
-        return cls(opened, size, clock)
+        opened, size = open_devices(devices, node_id, extent_bytes, open_file, limits, clock, keys)
+        return cls(opened, size, clock, keys)
 
     def slot_bytes(self, block_bytes: int) -> int:
         return slot_bytes_of(block_bytes)
 
     def scan(self, found: Found) -> ScanReport:
         """See :class:`SsdStore`. Blocks that were removed are blanked, then their removals are forgotten."""
-        report = recover(self._devices, self.arena.slabs, self._removals, found, self._clock)
+        salts: set[str] = set()
+
+        def noted(extent: Extent, slot_bytes: int, headers: Sequence[tuple[int, SlotHeader]]) -> None:
+            salts.update(header.salt for _, header in headers)
+            found(extent, slot_bytes, headers)
+
+        report = recover(self._devices, self.arena.slabs, self._removals, noted, self._clock)
+        self._forget_keys_but_of(salts)
         self.loop.start()
         return report
 
@@ -87,7 +109,7 @@ class SsdLog:
         made = [item_of(position, *item) for position, item in enumerate(items)]
         flushed: set[int] = set()
         batches = []
-        for device, its in self._by_device(made, lambda item: item.extent):
+        for device, its in self._by_device(self._to_encrypt(made), lambda item: item.extent):
             if not device.available():
                 device.count("refused", len(its))
                 continue
@@ -117,8 +139,12 @@ class SsdLog:
             item_of(position, block, expected_header(block), target)
             for position, (block, target) in enumerate(zip(blocks, into, strict=True))
         ]
+        readable = self._with_ciphers(made)
+        if len(readable) < len(made):
+            for position in set(range(len(made))) - {item.position for item in readable}:
+                statuses[position] = BlockStatus.CORRUPT
         batches = []
-        for device, its in self._by_device(made, lambda item: item.extent):
+        for device, its in self._by_device(readable, lambda item: item.extent):
             if not device.available():
                 device.count("refused", len(its))
                 continue
@@ -161,6 +187,37 @@ class SsdLog:
             self.loop.stop()
             for device in self._devices:
                 device.close()
+
+    def _to_encrypt(self, items: list[Item]) -> list[Item]:
+        """Those whose tenant has a key by now, with their ciphers; without encryption all."""
+        if self._keys is not None:
+            try:
+                self._keys.ensure(item.header.salt for item in items)
+            except OSError as error:
+                log.error("a tenant's key cannot be kept: its blocks do not go to SSD", reason=str(error))
+        return self._with_ciphers(items)
+
+    def _with_ciphers(self, items: list[Item]) -> list[Item]:
+        if self._keys is None:
+            return items
+        having = []
+        for item in items:
+            key = self._keys.key(item.header.salt)
+            if key is not None:
+                having.append(replace(item, cipher=key.slot(item.header)))
+            else:
+                self._devices[item.extent.device].count("no_key")
+        return having
+
+    def _forget_keys_but_of(self, salts: set[str]) -> None:
+        """Nothing of other tenants can be found any more, unless a device did not say what it has."""
+        if self._keys is None or any(device.failed for device in self._devices):
+            return
+        self._keys.keep_only(salts)
+        try:
+            self._keys.save()
+        except OSError as error:
+            log.warning("keys of tenants without blocks are still kept", reason=str(error))
 
     def _by_device(self, things: Iterable[T], extent_of: Callable[[T], Extent]) -> list[tuple[Device, list[T]]]:
         sorted_out: dict[int, list[T]] = {}

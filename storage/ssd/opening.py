@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
@@ -16,6 +16,9 @@ from kvstrata.storage.ssd.device import Device, Limits
 from kvstrata.storage.ssd.raw_file import OpenFile
 from kvstrata.storage.ssd.removal_log import encode_opening
 from kvstrata.storage.ssd.superblock import Folder, Superblock
+
+if TYPE_CHECKING:
+    from kvstrata.storage.ssd.tenant_keys import TenantKeys
 
 log = get_logger(__name__)
 
@@ -65,8 +68,12 @@ def open_devices(
     open_file: OpenFile,
     limits: Limits,
     clock: Callable[[], float] = time.monotonic,
+    keys: TenantKeys | None = None,
 ) -> tuple[list[Device], int]:
-    """(devices, extent size). Raises :class:`ConfigError`; a device with I/O errors is opened as failed."""
+    """(devices, extent size). Raises :class:`ConfigError`; a device with I/O errors is opened as failed.
+
+    ``keys``: with which all that is there was encrypted, and all that comes will be. None: neither is.
+    """
     if not configs:
         raise ConfigError("no SSD device was given")
     folders: list[Folder] = []
@@ -74,19 +81,42 @@ def open_devices(
         for config in configs:
             folders.append(Folder(config.path, node_id))
             undo.callback(folders[-1].close)
+        ring = _agreed_ring(folders, keys)
         known = [folder.superblock for folder in folders if folder.superblock is not None]
         made = [superblock for superblock in known if superblock.ready]
         size = _agreed_extent_bytes(configs, made, extent_bytes)
         start = max((superblock.starts for superblock in known), default=0) + 1
         served = max((superblock.served for superblock in known), default=0)
         devices = [
-            _open_one(index, folder, config, size, start, served, open_file, limits, clock)
+            _open_one(index, folder, config, size, start, served, ring, open_file, limits, clock)
             for index, (folder, config) in enumerate(zip(folders, configs, strict=True))
         ]
         if all(device.failed for device in devices):
             raise ConfigError("; ".join(f"{device.folder.path}: {device.problem}" for device in devices))
         undo.pop_all()
     return devices, size
+
+
+def _agreed_ring(folders: Sequence[Folder], keys: TenantKeys | None) -> str:
+    """The id of the keys, which are durable from then on. A device that has others is refused."""
+    ring = keys.ring if keys is not None else ""
+    for folder in folders:
+        made = folder.superblock
+        if made is None or not made.ready or made.ring == ring:
+            continue
+        if not made.ring:
+            problem = "holds blocks that are not encrypted: start without --ssd-key-file"
+        elif keys is None:
+            problem = "is encrypted: give --ssd-key-file as before"
+        else:
+            problem = f"is encrypted with other keys than those in {keys.file}: put that file back as it was"
+        raise ConfigError(f"{folder.path} {problem}, or move its files away to start empty")
+    if keys is not None:
+        try:
+            keys.save()
+        except OSError as error:
+            raise ConfigError(f"cannot write {keys.file}: {error.strerror or error}") from error
+    return ring
 
 
 def _agreed_extent_bytes(configs: Sequence[DeviceConfig], made: Sequence[Superblock], wanted: int | None) -> int:
@@ -108,6 +138,7 @@ def _open_one(
     extent_bytes: int,
     start: int,
     served: int,
+    ring: str,
     open_file: OpenFile,
     limits: Limits,
     clock: Callable[[], float],
@@ -126,7 +157,7 @@ def _open_one(
         )
     try:
         opening = encode_opening(start << START_BITS)
-        folder.lay_out(extent_bytes, extents, removal_bytes, start, opening, anew=away)
+        folder.lay_out(extent_bytes, extents, removal_bytes, start, opening, anew=away, ring=ring)
         file = open_file(folder.extents)
     except OSError as error:
         if folder.superblock is None:

@@ -41,7 +41,8 @@ UPGRADES: Final[dict[int, Callable[[Record], Record]]] = {}
 @dataclass(frozen=True, slots=True)
 class Superblock:
     """``starts`` counts the node's starts: numbers made from it are new at each. ``served`` is the last of them
-    in which all its devices were there, so that one that was away since is known by it.
+    in which all its devices were there, so that one that was away since is known by it. ``ring`` is the id of the
+    keys that payloads are encrypted with (storage/ssd/tenant_keys.py), or empty: they are not.
     """
 
     node_id: str
@@ -52,6 +53,7 @@ class Superblock:
     starts: int = 0
     served: int = 0
     ready: bool = False
+    ring: str = ""
 
     @property
     def device_id(self) -> bytes:
@@ -146,18 +148,26 @@ class Folder:
         self.superblock = superblock
 
     def lay_out(
-        self, extent_bytes: int, extents: int, removal_bytes: int, start: int, opening: bytes, *, anew: bool = False
+        self,
+        extent_bytes: int,
+        extents: int,
+        removal_bytes: int,
+        start: int,
+        opening: bytes,
+        *,
+        anew: bool = False,
+        ring: str = "",
     ) -> bool:
         """Make or check the files; True when they are all new. Raises ConfigError when there is no room, OSError.
 
         ``start`` is this start's number, ``opening`` what a new file of removals begins with, ``anew``: forget
-        what is there. An extent file that is too short (a
+        what is there, ``ring``: the keys of new files. An extent file that is too short (a
         truncated one) is filled up with zeros: what was there is a miss.
         """
         now = self.superblock
         fresh = anew or now is None or not now.ready
         if now is None or fresh:
-            now = Superblock(self.node_id, secrets.token_hex(16), extent_bytes, extents, removal_bytes)
+            now = Superblock(self.node_id, secrets.token_hex(16), extent_bytes, extents, removal_bytes, ring=ring)
         elif extents < now.extents:
             raise ConfigError(
                 f"{self.path} holds {now.extents * now.extent_bytes} bytes of extents, more than it is now given: "

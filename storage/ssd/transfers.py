@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -21,13 +22,19 @@ from kvstrata.storage.ssd.lanes import BUFFER_BYTES, Batch
 from kvstrata.storage.ssd.raw_file import read_fully, write_fully
 from kvstrata.storage.ssd.slots import decode_header, encode_header
 
+if TYPE_CHECKING:
+    from kvstrata.storage.ssd.cipher import SlotCipher
+
 #: Smaller runs are not split further, whatever the number of threads.
 RUN_BYTES_MIN = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One slot of a call: ``position`` in it, the slot as it was when the call began, memory for the payload."""
+    """One slot of a call: ``position`` in it, the slot as it was when the call began, memory for the payload.
+
+    ``cipher`` of what is on the device; None: it is the payload itself.
+    """
 
     position: int
     extent: Extent
@@ -36,6 +43,7 @@ class Item:
     slot_bytes: int
     header: SlotHeader
     payload: memoryview
+    cipher: SlotCipher | None = None
 
 
 def item_of(position: int, block: Block, header: SlotHeader, payload: memoryview) -> Item:
@@ -91,6 +99,8 @@ def _take(device: Device, item: Item, batch: Batch, slot: memoryview) -> BlockSt
     payload, rest = slot[HEADER_BYTES : HEADER_BYTES + len(item.payload)], slot[HEADER_BYTES + len(item.payload) :]
     if not _is_header_of(device, item, slot[:SECTOR_BYTES]):
         return BlockStatus.CORRUPT
+    if item.cipher is not None:
+        item.cipher.apply(payload)
     if xxhash.xxh3_64_intdigest(payload) != item.header.checksum or _any(rest):
         return BlockStatus.CORRUPT
     with batch.touching():
@@ -108,6 +118,8 @@ def _read_large(device: Device, item: Item, batch: Batch, buffer: memoryview) ->
         body = buffer[0 if start else HEADER_BYTES : nbytes]
         at = max(0, start - HEADER_BYTES)
         part = body[: wanted - at]
+        if item.cipher is not None:
+            item.cipher.apply(part, at)
         digest.update(part)
         if _any(body[len(part) :]):
             return BlockStatus.CORRUPT
@@ -172,6 +184,8 @@ def _fill(item: Item, header: bytes, batch: Batch, slot: memoryview) -> None:
     end = HEADER_BYTES + len(item.payload)
     with batch.touching():
         _copy(slot[HEADER_BYTES:end], item.payload)
+    if item.cipher is not None:
+        item.cipher.apply(slot[HEADER_BYTES:end])
     slot[end:] = bytes(len(slot) - end)
 
 
@@ -185,6 +199,8 @@ def _write_large(device: Device, item: Item, header: bytes, batch: Batch, buffer
         source = item.payload[at : at + len(body)]
         with batch.touching():
             _copy(body[: len(source)], source)
+        if item.cipher is not None:
+            item.cipher.apply(body[: len(source)], at)
         body[len(source) :] = bytes(len(body) - len(source))
         write_fully(device.file, buffer[:nbytes], item.offset + start)
 

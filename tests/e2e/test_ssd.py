@@ -219,7 +219,7 @@ def test_one_directory_for_two_nodes_is_refused(build: Callable[..., StorageNode
 def faulty(build: Callable[..., StorageNode], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StorageNode, Faults]]:
     faults = Faults()
 
-    def opened(config: StorageConfig, node_id: str) -> SsdLog:
+    def opened(config: StorageConfig, node_id: str, _: object) -> SsdLog:
         configs = [DeviceConfig(path, nbytes) for path, nbytes in config.ssd]
         return SsdLog.open(configs, node_id=node_id, open_file=faults.open_file)
 
