@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,12 @@ def test_in_pieces_as_fast_as_memory_is_demoted(tmp_path: Path) -> None:
             for start in range(0, COUNT, STEP):
                 until(lambda start=start: bool(chain.store(start, start + STEP).stored.all()))  # type: ignore[misc]
             until(lambda: chain.found() == COUNT)
+            until(lambda: _demoted(pool) == COUNT)  # else what is read from SSD makes what is not there leave
             chain.read_back()
     finally:
         pool.end()
+
+
+def _demoted(pool: Pool) -> int:
+    with urllib.request.urlopen(f"http://{pool.node(0).ready['http']}/healthz", timeout=5) as answer:
+        return int(json.loads(answer.read())["counts"]["demoted"])
