@@ -111,7 +111,9 @@ class TenantKeys:
             with self._lock:
                 self._kept = changes
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Tenants that have a key."""
         with self._lock:
             return len(self._keys)
 

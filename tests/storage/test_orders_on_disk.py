@@ -39,7 +39,15 @@ def config(tmp_path: Path) -> StorageConfig:
 def node(config: StorageConfig) -> Iterator[StorageNode]:
     one = StorageNode(config)
     one.start()
-    for salt, data in DATA.items():
+    store_all(one)
+    yield one
+    one.stop()
+
+
+def store_all(one: StorageNode, salts: tuple[str, ...] = tuple(DATA)) -> None:
+    """Until all of it is on SSD."""
+    for salt in salts:
+        data = DATA[salt]
         connection = Connection.open(one.channel, Identity.new(), silence_s=5.0)
         try:
             reserved = reserve(connection, NUMBERS, salt)
@@ -49,8 +57,6 @@ def node(config: StorageConfig) -> Iterator[StorageNode]:
     assert one.state.ssd is not None
     ssd = one.state.ssd
     until(lambda: ssd.visible == 2 * len(NUMBERS))
-    yield one
-    one.stop()
 
 
 def on_disk(config: StorageConfig, salt: str) -> int:

@@ -15,6 +15,7 @@ from kvstrata.storage.records import Block, NamespaceEntry, Shelf
 from kvstrata.storage.ssd.base import Extent, Removal, ScanReport, SlotHeader
 from kvstrata.storage.ssd.log import DeviceConfig, Limits, SsdLog
 from kvstrata.storage.ssd.raw_file import DiskFile, OpenFile
+from kvstrata.storage.ssd.tenant_keys import TenantKeys
 
 EXTENT_BYTES = 256 << 10
 #: Extents of 256 KiB and the least room for removals.
@@ -52,11 +53,12 @@ class Store:
         device_bytes: int = DEVICE_BYTES,
         extent_bytes: int | None = EXTENT_BYTES,
         clock: Callable[[], float] | None = None,
+        keys: TenantKeys | None = None,
     ) -> None:
         configs = [DeviceConfig(folder, device_bytes) for folder in folders]
         more = {} if clock is None else {"clock": clock}
         self.log = SsdLog.open(
-            configs, node_id="node", extent_bytes=extent_bytes, open_file=open_file, limits=limits, **more
+            configs, node_id="node", extent_bytes=extent_bytes, open_file=open_file, limits=limits, keys=keys, **more
         )
         self.namespace = Namespace("model", block_bytes, 16)
         self.entry = NamespaceEntry(1, self.namespace)

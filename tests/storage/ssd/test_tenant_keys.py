@@ -33,7 +33,7 @@ def test_keys_are_the_same_after_a_restart(file: Path) -> None:
     assert not keys.found and keys.key("a") is None
     keys.ensure(["a", "", "ünïcode"])
     again = TenantKeys(file, OPERATOR)
-    assert again.found and again.ring == keys.ring and len(again) == 3
+    assert again.found and again.ring == keys.ring and again.count == 3
     for salt in ("a", "", "ünïcode"):
         assert secret(again, salt) == secret(keys, salt) is not None
     assert len({secret(keys, salt) for salt in ("a", "", "ünïcode")}) == 3
@@ -93,7 +93,7 @@ def test_a_retired_key_is_gone_at_once_and_for_good_after_a_save(file: Path) -> 
     assert secret(keys, "a") not in (None, old)  # a tenant that comes back has a key of its own
     keys.retire(None)
     keys.save()
-    assert len(TenantKeys(file, OPERATOR)) == 0
+    assert TenantKeys(file, OPERATOR).count == 0
 
 
 def test_idle_tenants_keys_go(file: Path) -> None:
@@ -102,7 +102,7 @@ def test_idle_tenants_keys_go(file: Path) -> None:
     keys.keep_only({"b"})
     keys.save()
     again = TenantKeys(file, OPERATOR)
-    assert len(again) == 1 and again.key("b") is not None
+    assert again.count == 1 and again.key("b") is not None
 
 
 class Disk:
@@ -132,7 +132,7 @@ def test_a_key_that_could_not_be_kept_is_not_used(file: Path) -> None:
         keys.save()
     disk.full = False
     keys.save()  # what failed is still to be done
-    assert len(TenantKeys(file, OPERATOR)) == 0
+    assert TenantKeys(file, OPERATOR).count == 0
 
 
 def test_a_key_retired_while_the_file_is_written_is_not_kept(file: Path) -> None:
