@@ -18,6 +18,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument, KVError, ProtocolError, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace
 from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint
 from kvstrata.transfer.channel import Channel
@@ -225,10 +226,20 @@ class Directory:
         return RemoveResult(sum(reply.removed for reply in replies), tuple(sorted(unreached)))
 
     def report_miss(
-        self, namespace: PoolNamespace, salt: str, packed: bytes, node: Endpoint, delta_seq: int, deadline: float
+        self,
+        namespace: PoolNamespace,
+        salt: str,
+        packed: bytes,
+        node: Endpoint,
+        delta_seq: int,
+        deadline: float,
+        *,
+        status: BlockStatus,
+        at_store: bool = False,
     ) -> None:
-        """Tell the master that ``node`` no longer has these blocks, or refused to take them. Best effort, ``REPORT_S``
-        at most within the call's ``deadline``: the node's deltas will say so too, and intents lapse."""
+        """Tell the master that ``node`` did not give these blocks, or did not take them (``at_store``), and how that
+        ended. Best effort, ``REPORT_S`` at most within the call's ``deadline``: the node's deltas will say so too,
+        and intents lapse."""
         deadline = min(deadline, time.monotonic() + REPORT_S)
         process = self.masters[self._current].process
         try:
@@ -241,6 +252,8 @@ class Directory:
                     incarnation=node.incarnation,
                     delta_seq=delta_seq,
                     epoch=namespace.epoch,
+                    status=status,
+                    at_store=at_store,
                 )
                 process.channel.tell(Kind.MISS_REPORT, report.SerializeToString(), deadline)
         except KVError as error:

@@ -43,6 +43,11 @@ ROOM_TURNS: Final = 3
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
 _OPEN[[_UNKNOWN, _EVICTED, int(BlockStatus.NODE_LOST)]] = True
+#: Statuses of a node's answer that the master is told, by value. Not NO_ROOM: it may be had in the next turn. Not
+#: LATE: there is no time left to tell it.
+_REPORTED: Final = np.zeros(256, bool)
+_REPORTED[[_EVICTED, _READ_ERROR]] = True
+_REPORTED[[int(BlockStatus.CORRUPT), int(BlockStatus.LEASE_LOST), int(BlockStatus.NODE_LOST)]] = True
 
 
 #: Reads the asked blocks at ``where`` (None: all) from one node.
@@ -152,6 +157,9 @@ class Reader:
             if not len(mine) or time.monotonic() > work.asked.deadline:
                 break
             moved += self._fetch_all(work, node, peer, list(pieces_of_node(parts[0].node, mine, piece)), None)
+        if len(mine := mine[work.status[mine] == _NO_ROOM]):
+            hashes = gather(work.asked.hashes, work.asked.namespace.hash_bytes, mine)
+            self._report(work.asked, node, hashes, np.arange(len(mine)), 0, BlockStatus.NO_ROOM)
         read = ahead.from_ssd
         work.tier[read[work.status[read] == _LOADED]] = _SSD
         return moved
@@ -176,19 +184,22 @@ class Reader:
         self, work: _Work, node: Endpoint, where: Where | None, hashes: bytes, fetched: Fetched, *, guessed: bool
     ) -> None:
         """Enter what a node answered. A miss where the directory had named it is EVICTED; where it was only
-        guessed the block may be elsewhere. What the node no longer has, or cannot read, is reported."""
+        guessed the block may be elsewhere. What was not had is reported, with what it ended in."""
         status = fetched.status
         missed = (status == _MISSING) | (status == _EVICTED)
-        lost = missed | (status == _READ_ERROR)
-        if lost.any():
+        if missed.any():
             status = np.where(missed, np.uint8(_UNKNOWN if guessed else _EVICTED), status)
-            if not guessed:
-                self._report(work.asked, node, hashes, np.flatnonzero(lost), fetched.delta_seq)
+        if not guessed:
+            for code in np.unique(status[_REPORTED[status]]).tolist():
+                at = np.flatnonzero(status == code)
+                self._report(work.asked, node, hashes, at, fetched.delta_seq, BlockStatus(code))
         work.fill(where, fetched, status)
 
-    def _report(self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int) -> None:
+    def _report(
+        self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int, status: BlockStatus
+    ) -> None:
         gone = gather(hashes, asked.namespace.hash_bytes, missed)
-        self._directory.report_miss(asked.namespace, asked.salt, gone, node, delta_seq, asked.deadline)
+        self._directory.report_miss(asked.namespace, asked.salt, gone, node, delta_seq, asked.deadline, status=status)
 
 
 def _guarded(attempt: Attempt, peer: Peer, where: Where | None, hashes: bytes, count: int) -> Fetched:

@@ -136,10 +136,13 @@ class Writer:
 
     def _report_refused(self, offered: Offered, node: Endpoint, run: slice, status: npt.NDArray[np.uint8]) -> None:
         """Tell the master what will not come, or it tells every writer for a while that it is in flight."""
-        refused = np.flatnonzero((status != _STORED) & (status != _PRESENT) & (status != _IN_FLIGHT))
-        if refused.size:
-            hashes = gather(offered.hashes, offered.namespace.hash_bytes, refused + run.start)
-            self._directory.report_miss(offered.namespace, offered.salt, hashes, node, 0, offered.deadline)
+        refused = (status != _STORED) & (status != _PRESENT) & (status != _IN_FLIGHT)
+        namespace = offered.namespace
+        for code in np.unique(status[refused]).tolist():
+            hashes = gather(offered.hashes, namespace.hash_bytes, np.flatnonzero(status == code) + run.start)
+            self._directory.report_miss(
+                namespace, offered.salt, hashes, node, 0, offered.deadline, status=BlockStatus(code), at_store=True
+            )
 
     def _push_all(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         """Push a run, and again what its node had no room for while the rest of this very run came to lie on SSD:

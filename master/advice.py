@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvstrata.master.misses import MissReason
+from kvstrata.proto.status import BlockStatus
 
 TEXTS: Final[dict[MissReason, str]] = {
     MissReason.NEVER_STORED: "nothing is remembered of it: it was never stored here, or so long ago that it is "
@@ -41,3 +42,34 @@ TEXTS: Final[dict[MissReason, str]] = {
     MissReason.REFUSED_AT_STORE: "a node would not take it when it was to be stored: the tenant was at its limit with "
     "everything in use, or the node was full. `kvstrata tenant get` shows what was refused.",
 }
+
+#: Of a load that failed: how, where the reader said so.
+LOADS: Final[dict[BlockStatus, str]] = {
+    BlockStatus.EVICTED: "it had left its node in that moment.",
+    BlockStatus.CORRUPT: "its bytes did not match their checksum, and were not used. More of these from one device "
+    "mean that the device, or the memory of that host, goes bad.",
+    BlockStatus.READ_ERROR: "its node's SSD did not give it back. `kvstrata health` names the device.",
+    BlockStatus.NO_ROOM: "it was on SSD, and its node had no memory free to read it into: everything there was being "
+    "read, or the tenant's share of memory is smaller than what one load asks for.",
+    BlockStatus.LEASE_LOST: "its copy took longer than its lease: the reader's host or the network is overloaded.",
+    BlockStatus.NODE_LOST: "the reader could not reach the node.",
+}
+#: Of a store that failed: how, where the writer said so.
+STORES: Final[dict[BlockStatus, str]] = {
+    BlockStatus.QUOTA: "its tenant was at its limit on that node, and all that it had there was in use. "
+    "`kvstrata tenant get` shows what was refused; a higher limit takes it.",
+    BlockStatus.FULL: "the node was full, and nothing there could leave: all of it was in use, or within floors.",
+    BlockStatus.REFUSED: "the node refused it: its log says why.",
+    BlockStatus.ABORTED: "the write was given up half-way.",
+    BlockStatus.LATE: "the write was not done by its deadline.",
+    BlockStatus.NODE_LOST: "the writer could not reach the node.",
+    BlockStatus.CORRUPT: "its bytes changed on their way, and were not taken.",
+}
+
+
+def text_of(reason: MissReason, status: BlockStatus | None) -> str:
+    """What a reason means; with a client's ``status``, what it was that failed."""
+    told = {MissReason.LOAD_FAILED: LOADS, MissReason.REFUSED_AT_STORE: STORES}.get(reason, {})
+    if status is None or status not in told:
+        return TEXTS[reason]
+    return told[status] + (" The engine computed it." if reason is MissReason.LOAD_FAILED else "")

@@ -14,6 +14,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Refused
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
@@ -23,6 +24,8 @@ from kvstrata.transfer.sessions import ServerConnection, Session
 
 log = get_logger(__name__)
 
+#: Values of a status that this version knows.
+_STATUSES: Final = frozenset(BlockStatus)
 _WILDCARDS: Final = ("0.0.0.0", "[::]")
 
 
@@ -105,6 +108,8 @@ class MasterChannel:
             report.incarnation,
             report.delta_seq,
             report.epoch,
+            BlockStatus(report.status) if report.status in _STATUSES else BlockStatus.UNKNOWN,
+            report.at_store,
         )
         try:
             self._hub.miss(event)

@@ -11,6 +11,7 @@ import numpy as np
 from kvstrata.master.directory import TableKey
 from kvstrata.master.misses import MissReason
 from kvstrata.master.probing import Keys
+from kvstrata.proto.status import BlockStatus
 
 RECORDS_MAX: Final = 4096
 KEYS_MAX: Final = 1 << 18
@@ -31,7 +32,8 @@ class Scope(NamedTuple):
 class Line:
     """One thing that happened: when (the owner's clock), what, and at which node.
 
-    ``reason`` is why a block left or was not had, where it did; ``cause`` whose need it was.
+    ``reason`` is why a block left or was not had, where it did; ``cause`` whose need it was; ``status`` how a load or
+    a store of it ended, where a client said so.
     """
 
     at: float
@@ -39,6 +41,7 @@ class Line:
     node_id: str
     reason: MissReason | None = None
     cause: str = ""
+    status: BlockStatus | None = None
 
 
 class _Record(NamedTuple):
@@ -63,11 +66,12 @@ class Chronicle:
         keys: Keys | None = None,
         reason: MissReason | None = None,
         cause: str = "",
+        status: BlockStatus | None = None,
     ) -> None:
         """Remember a batch; the oldest go when there are too many records or keys."""
         if keys is not None and len(keys) > KEYS_MAX // 4:
             keys = keys[: KEYS_MAX // 4].copy()
-        self._records.append(_Record(Line(at, what, node_id, reason, cause), scope, keys))
+        self._records.append(_Record(Line(at, what, node_id, reason, cause, status), scope, keys))
         self._keys += _size(keys)
         while len(self._records) > RECORDS_MAX or self._keys > KEYS_MAX:
             self._keys -= _size(self._records.popleft().keys)

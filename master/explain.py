@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata.master.advice import TEXTS
+from kvstrata.master.advice import TEXTS, text_of
 from kvstrata.master.chronicle import Line
 from kvstrata.master.directory import TableKey
 from kvstrata.master.holders import HIDDEN
@@ -94,7 +94,7 @@ def explain_request(state: MasterState, request: str, now: float) -> Explanation
     if failed is not None:
         line, key = failed
         verdict = MissReason.LOAD_FAILED
-        text = f"{summary}; then node {line.node_id} did not give one of them: {TEXTS[verdict]}"
+        text = f"{summary}; then node {line.node_id} did not give one of them: {text_of(verdict, line.status)}"
     elif asked.reason is None:
         key, text, verdict = asked.keys[-1:], f"{summary}: {TEXTS[MissReason.PARTIAL_BLOCK]}", MissReason.PARTIAL_BLOCK
     else:
@@ -221,7 +221,9 @@ def _judged(
     if reason is None:
         verdict, text = PRESENT, f"it is there: {', '.join(evidence.where)}."
     else:
-        verdict, text = reason.label, _when(evidence, reason, now) + TEXTS[reason]
+        line = _newest_line(evidence, reason)
+        text = text_of(reason, line.status if line is not None else None)
+        verdict, text = reason.label, _when(evidence, reason, line, now) + text
     table = evidence.table
     known = None if table is None else state.namespaces.by_number(table.group)
     return Explanation(
@@ -252,13 +254,16 @@ def _reason(evidence: _Evidence) -> MissReason | None:
     return evidence.other or MissReason.NEVER_STORED
 
 
-def _when(evidence: _Evidence, reason: MissReason, now: float) -> str:
+def _newest_line(evidence: _Evidence, reason: MissReason) -> Line | None:
+    return next((line for line in reversed(evidence.story) if line.reason is reason), None)
+
+
+def _when(evidence: _Evidence, reason: MissReason, line: Line | None, now: float) -> str:
     """When, where and for whom, as exactly as is remembered; empty where it does not apply."""
-    for line in reversed(evidence.story):
-        if line.reason is reason:
-            at = f" at node {line.node_id}" if line.node_id else ""
-            need = f", for tenant {line.cause!r}" if line.cause else ""
-            return f"{_age(now - line.at)} ago{at}{need}: "
+    if line is not None:
+        at = f" at node {line.node_id}" if line.node_id else ""
+        need = f", for tenant {line.cause!r}" if line.cause else ""
+        return f"{_age(now - line.at)} ago{at}{need}: "
     if evidence.left is not None and evidence.left[0] is reason:
         _, since, until = evidence.left
         return f"between {_age(now - until)} and {_age(now - since)} ago: "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
 
 # ---------------------------------------------------------------------- parts
 
@@ -184,7 +185,11 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class MissReport:
-    """A node refused what the directory had promised; its delta ``delta_seq`` will tell the truth."""
+    """A node refused what the directory had promised; its delta ``delta_seq`` will tell the truth.
+
+    ``status``: what it ended in for the reader, or for the writer (``at_store``); UNKNOWN from an earlier version,
+    whose writers are known by a ``delta_seq`` of 0.
+    """
 
     handle: int
     salt: str
@@ -193,6 +198,8 @@ class MissReport:
     incarnation: int
     delta_seq: int
     epoch: int = 0
+    status: BlockStatus = BlockStatus.UNKNOWN
+    at_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

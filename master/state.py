@@ -33,7 +33,7 @@ from kvstrata.master.table import fold
 from kvstrata.master.tombstones import Tombstones
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import PlaceState, Tier
+from kvstrata.proto.status import BlockStatus, PlaceState, Tier
 
 #: A miss report hides a replica for at most this many deltas to come, whatever it claims.
 DELTA_LAG_MAX: Final = 4096
@@ -63,6 +63,8 @@ class Removal:
 
 
 _NOTHING: Final = Saved()
+#: What hides a replica: its node has it no more, or cannot read it (UNKNOWN: from a client that does not say).
+_GONE: Final = frozenset({BlockStatus.UNKNOWN, BlockStatus.MISSING, BlockStatus.EVICTED, BlockStatus.READ_ERROR})
 
 
 class MasterState:
@@ -367,22 +369,30 @@ class MasterState:
             self.counts["miss_reports_of_other_epochs"] += 1
             return
         table, keys = self._where(opened.namespace, event.salt, event.hashes)
-        # A writer whose node refused says so too, and nobody need wait for what is not coming.
-        self.placement.fulfilled(keys, self._scope(table))
         node = self.nodes.get(event.node_id)
-        if node is None or node.attachment is None or not self.knows(event.node_id, event.incarnation):
+        if node is not None:
+            self._note_miss(event, table, keys, now)
+        gone = event.status in _GONE
+        if gone or event.at_store:
+            # A writer whose node refused says so too, and nobody need wait for what is not coming.
+            self.placement.fulfilled(keys, self._scope(table))
+        if not gone or event.at_store or node is None or node.attachment is None:
             return
         attachment = node.attachment
-        if event.delta_seq == 0:
-            what, why = "refused by the node at store", MissReason.REFUSED_AT_STORE
-            self.chronicle.note(now, what, node.node_id, self._about(table), keys, why)
-        if attachment.slot is None or event.delta_seq <= attachment.applied_seq:
+        if attachment.slot is None or not self.knows(event.node_id, event.incarnation):
             return
-        until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)
-        hidden = self.directory.hide(attachment.slot, table, keys, until)
-        self.counts["hidden_blocks"] += hidden
-        what = f"reported missing (delta {event.delta_seq})"
-        self.chronicle.note(now, what, node.node_id, self._about(table), keys, MissReason.LOAD_FAILED)
+        if event.delta_seq > attachment.applied_seq:
+            until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)
+            self.counts["hidden_blocks"] += self.directory.hide(attachment.slot, table, keys, until)
+
+    def _note_miss(self, event: m.MissReport, table: TableKey, keys: Keys, now: float) -> None:
+        seen = event.status if event.status is not BlockStatus.UNKNOWN else None
+        told = "" if seen is None else f": {seen.name.lower()}"
+        if event.at_store or (seen is None and event.delta_seq == 0):
+            what, why = f"not stored{told}", MissReason.REFUSED_AT_STORE
+        else:
+            what, why = f"not loaded{told} (delta {event.delta_seq})", MissReason.LOAD_FAILED
+        self.chronicle.note(now, what, event.node_id, self._about(table), keys, why, status=seen)
 
     # ------------------------------------------------------------------ removal
 

@@ -174,7 +174,7 @@ class PlaceOk(_message.Message):
     def __init__(self, run_code: _Optional[bytes] = ..., run_state: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ...) -> None: ...
 
 class MissReport(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "node_id", "incarnation", "delta_seq", "epoch")
+    __slots__ = ("ns", "salt", "hashes", "node_id", "incarnation", "delta_seq", "epoch", "status", "at_store")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,8 @@ class MissReport(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    AT_STORE_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -189,7 +191,9 @@ class MissReport(_message.Message):
     incarnation: int
     delta_seq: int
     epoch: int
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    status: int
+    at_store: bool
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., epoch: _Optional[int] = ..., status: _Optional[int] = ..., at_store: bool = ...) -> None: ...
 
 class Remove(_message.Message):
     __slots__ = ("ns", "salt", "hashes", "deadline_ms")

@@ -127,19 +127,21 @@ def test_an_evicted_block_is_reported_and_tried_once_more(
     until(lambda: len(master.reports) == 1)
     report = master.reports[0]
     assert report.hashes == gone + moved and report.node_id == "a" and report.delta_seq == 77
+    assert report.status == S.EVICTED and not report.at_store
     assert result.tiers.tolist() == [0, NO_TIER] + [0] * 6
 
 
 def test_a_refused_block_is_reported_so_that_nobody_waits_for_it(
     client: Client, ns: PoolNamespace, master: FakeMaster, nodes: dict[str, FakeNode]
 ) -> None:
-    refused = split(packed(8))[3]
+    refused, denied = split(packed(8))[3], split(packed(8))[5]
     for node in nodes.values():
-        node.answers[refused] = S.FULL
+        node.answers.update({refused: S.FULL, denied: S.QUOTA})
     result = client.store(ns, "", packed(8), client.register(rows_of(8)).rows(ns))
-    assert result.status.tolist() == [S.STORED] * 3 + [S.FULL] + [S.STORED] * 4
-    until(lambda: len(master.reports) == 1)
-    assert master.reports[0].hashes == refused and master.reports[0].delta_seq == 0
+    assert result.status.tolist() == [S.STORED] * 3 + [S.FULL, S.STORED, S.QUOTA] + [S.STORED] * 2
+    until(lambda: len(master.reports) == 2)
+    told = {(report.hashes, report.status, report.delta_seq, report.at_store) for report in master.reports}
+    assert told == {(refused, S.FULL, 0, True), (denied, S.QUOTA, 0, True)}
 
 
 def test_a_stale_directory_costs_one_more_try_and_no_more(

@@ -126,7 +126,7 @@ def test_a_node_that_cannot_read_ahead_still_serves(
     assert at.load() == [Tier.SSD, 0, 0, Tier.SSD]
 
 
-def test_a_block_that_cannot_be_read_is_a_reported_miss_and_one_without_room_is_none(
+def test_blocks_that_cannot_be_read_or_find_no_room_are_misses_and_reported_as_what_they_are(
     world: Callable[[int], World],
 ) -> None:
     at = world(4)
@@ -136,8 +136,9 @@ def test_a_block_that_cannot_be_read_is_a_reported_miss_and_one_without_room_is_
     result = at.client.load(at.ns, "", at.hashes, into)
     assert result.reasons == {"loaded": 2, "read_error": 1, "no_room": 1}
     assert result.tiers.tolist() == [0, 255, 255, 0]
-    until(lambda: bool(at.master.reports))
-    assert [report.hashes for report in at.master.reports] == [at.names[1]]
+    until(lambda: len(at.master.reports) == 2)
+    told = {(report.hashes, report.status, report.at_store) for report in at.master.reports}
+    assert told == {(at.names[1], S.READ_ERROR, False), (at.names[2], S.NO_ROOM, False)}, "each once"
 
 
 def test_blocks_without_room_are_asked_for_again_in_smaller_pieces(

@@ -87,7 +87,8 @@ def test_miss_report_hides_for_lookup_and_place(node: Make, client: Any, eventua
 
 
 def test_a_miss_report_that_makes_no_sense_answers_no_other_request(client: Any) -> None:
-    for report in (pb.MissReport(ns=99), pb.MissReport(ns=client.open(), hashes=bytes(3))):
+    newer = pb.MissReport(ns=client.open(), hashes=bytes(16), status=250)
+    for report in (pb.MissReport(ns=99), pb.MissReport(ns=client.open(), hashes=bytes(3)), newer):
         client.connection.tell(Kind.MISS_REPORT, report.SerializeToString())
         assert client.lookup(bytes(16)).hit_blocks == 0
 

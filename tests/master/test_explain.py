@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.master import lookups as lookups_module
 from kvstrata.master import messages as m
-from kvstrata.master.advice import TEXTS
+from kvstrata.master.advice import LOADS, STORES, TEXTS
 from kvstrata.master.daemon import Master
 from kvstrata.master.explain import Explanation, explain_block, explain_request
 from kvstrata.master.lookups import Asked, RequestLog
@@ -24,7 +24,7 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import Departure, Tier
+from kvstrata.proto.status import BlockStatus, Departure, Tier
 from kvstrata.proto.wire import Kind
 from tests.master.world import NS, SALT, World, hashes
 
@@ -114,6 +114,54 @@ def test_under_way_refused_and_not_had() -> None:
     assert why(world, 5).verdict == "evicted_quota", "what happened last counts"
     world.miss(1, seq=7)
     assert why(world, 1).verdict == "load_failed" and why(world, 1).where == ("n/hidden",)
+
+
+@pytest.mark.parametrize("status", sorted(STORES))
+def test_a_refused_store_says_which_refusal(status: BlockStatus) -> None:
+    world = World()
+    world.up()
+    world.place(5)
+    world.miss(5, seq=0, status=status, at_store=True)
+    told = why(world, 5)
+    assert told.verdict == "refused_at_store" and told.text == f"0 s ago at node n: {STORES[status]}"
+    assert told.story[-1].what == f"not stored: {status.name.lower()}"
+
+
+@pytest.mark.parametrize("status", sorted(LOADS))
+def test_a_failed_load_says_which_failure_and_hides_only_what_is_gone(status: BlockStatus) -> None:
+    world = World()
+    world.up(1, 2)
+    ask(world, "r", 1, 2)
+    world.place(7)
+    world.miss(1, 7, seq=9, status=status)
+    told = explain_request(world.state, "r", world.now)
+    assert told.verdict == "load_failed" and LOADS[status] in told.text
+    gone = status in (BlockStatus.EVICTED, BlockStatus.READ_ERROR)
+    assert world.found(1, 2) == ([2] if gone else [1, 2])
+    assert (why(world, 7).verdict == "in_flight") != gone, "another writer may still bring it"
+
+
+def test_a_failed_load_is_told_when_its_node_has_left_or_has_told_of_it_itself() -> None:
+    world = World()
+    session = world.up(1, 2)
+    ask(world, "evicted", 1)
+    world.delta(session, 1, remove=[1], reason=Departure.QUOTA)
+    world.miss(1, seq=1, status=BlockStatus.EVICTED)
+    told = explain_request(world.state, "evicted", world.now)
+    assert told.verdict == "load_failed" and LOADS[BlockStatus.EVICTED] in told.text
+    assert why(world, 1).verdict == "evicted_quota", "of the block, it is how it left that counts"
+    ask(world, "lost", 2)
+    world.tell(m.LinkLost(session))
+    world.miss(2, seq=0, status=BlockStatus.NODE_LOST)
+    assert LOADS[BlockStatus.NODE_LOST] in explain_request(world.state, "lost", world.now).text
+
+
+def test_a_store_that_a_later_one_made_up_for_is_no_reason() -> None:
+    world = World()
+    session = world.up()
+    world.miss(5, seq=0, status=BlockStatus.FULL, at_store=True)
+    world.delta(session, 1, add=[5])
+    assert why(world, 5).verdict == "present"
 
 
 def test_a_node_that_may_not_be_read() -> None:

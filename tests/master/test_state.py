@@ -405,7 +405,7 @@ def test_story_tells_what_happened_to_a_block() -> None:
     told = [line.what for line in world.state.story(NS, SALT, hashes(1))]
     assert [what for what in told if what not in ("attached", "joining", "active")] == [
         "in snapshot (dram)",
-        "reported missing (delta 5)",
+        "not loaded (delta 5)",
         "removed (dram)",
     ]
     assert "added (dram)" in [line.what for line in world.state.story(NS, SALT, hashes(2))]

@@ -14,6 +14,7 @@ from kvstrata.master.placement import Placed
 from kvstrata.master.state import MasterState, Removal, Saved
 from kvstrata.master.table import fold
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
 
 NS = Namespace("model", block_bytes=1 << 20, block_tokens=16)
 SALT = "tenant"
@@ -94,9 +95,20 @@ class World:
         present = self.lookup(*numbers, salt=salt, epoch=epoch).found.present.tolist()
         return [number for number, here in zip(numbers, present, strict=True) if here]
 
-    def miss(self, *numbers: int, incarnation: int = 1, seq: int, node_id: str = "n", epoch: int = 0) -> None:
+    def miss(
+        self,
+        *numbers: int,
+        incarnation: int = 1,
+        seq: int,
+        node_id: str = "n",
+        epoch: int = 0,
+        status: BlockStatus = BlockStatus.UNKNOWN,
+        at_store: bool = False,
+    ) -> None:
         opened, _ = self.state.open_namespace(NS)
-        self.tell(m.MissReport(opened.handle, SALT, hashes(*numbers), node_id, incarnation, seq, epoch))
+        self.tell(
+            m.MissReport(opened.handle, SALT, hashes(*numbers), node_id, incarnation, seq, epoch, status, at_store)
+        )
 
     def remove(self, *numbers: int) -> Removal:
         removal, commands = self.state.remove(NS, SALT, hashes(*numbers), self.now)
