@@ -73,6 +73,7 @@ class Clearing:
         group = self._namespaces.named(name) if name else None
         blocks = self._directory.drop_tables(_within(group, salt), MissReason.DROPPED, now)
         self.drops += 1
+        self._emit(m.Cleared(None if group is None else group.number, salt))
         about = Scope(None if group is None else group.first, None, salt)
         self._chronicle.note(now, "dropped by an operator", "", about, reason=MissReason.DROPPED)
         scope = scopes_module.Scope(self._tombstones.take_number(), name, salt, erase)
@@ -87,6 +88,7 @@ class Clearing:
         after = self._namespaces.bump(name, epoch)
         blocks = self._directory.drop_tables(_within(before, None), MissReason.EPOCH, now, after.number)
         self._emit(m.SaveGroup(after.namespace(0), after.epoch))
+        self._emit(m.Cleared(before.number, None))
         what = f"weight epoch {after.epoch} began"
         self._chronicle.note(now, what, "", Scope(after.first), reason=MissReason.EPOCH)
         return after, blocks

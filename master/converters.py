@@ -91,6 +91,12 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
             return control.MasterMessage(resync=control.Resync(reason=command.reason))
         case m.SendAck():
             return control.MasterMessage(ack=control.Ack(seq=command.seq))
+        case m.SendHint():
+            return control.MasterMessage(
+                orphaned=control.Orphaned(
+                    spec=command.namespace.to_spec(), salt=command.salt, hashes=command.hashes, epoch=command.epoch
+                )
+            )
         case m.SendRemove():
             return control.MasterMessage(
                 remove=control.RemoveCommand(

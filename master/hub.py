@@ -45,6 +45,8 @@ STALLED_DISK_S: Final = 10.0
 BALANCE_STEPS: Final = 10
 BALANCE_BREATH_S: Final = 0.001
 OUTBOX_MAX: Final = 20_000
+#: A node that has this much to read yet is spared hints.
+HINTS_BEHIND_MAX: Final = 256
 REMOVE_DEADLINE_MAX_S: Final = 10.0
 #: How often a removal that waits for its nodes looks again, should a wake-up be missed.
 REMOVE_POLL_S: Final = 0.05
@@ -60,6 +62,8 @@ class Outbox:
 
     def put(self, command: m.Send) -> None:
         with self._changed:
+            if isinstance(command, m.SendHint) and len(self._queue) >= HINTS_BEHIND_MAX:
+                return
             if self.closed is None and len(self._queue) >= OUTBOX_MAX:
                 self.closed = "the node does not read what it is sent"
             if isinstance(command, m.SendAck) and self._queue and isinstance(self._queue[-1], m.SendAck):
@@ -187,6 +191,8 @@ class Hub:
                 outbox = self._outboxes.pop(command.session, None)
                 if outbox is not None:
                     outbox.close(command.reason)
+            elif isinstance(command, m.Cleared):
+                self.lookup_log.gone(command.group, command.salt)
             elif isinstance(command, m.Send):
                 outbox = self._outboxes.get(command.session)
                 if outbox is not None:

@@ -112,6 +112,26 @@ class Ledger:
             part = self.parts[node_id] = Part() if self.limited else Part(UNLIMITED, UNLIMITED)
         return part
 
+    def welcome(self, node_id: str, says: int | None, *, first: bool) -> None:
+        """The part that a node begins with: the one it had, or what it ``says`` it has, if we know no better.
+
+        More than it says it has, it gets only if that is sure to be free. ``first``: it was never linked before.
+        """
+        part = self.part(node_id)
+        restored, part.restored = part.restored, False
+        if not self.limited or not (part.granted or says):
+            return
+        out, spoken = self.beside(part)
+        free = max(0, self.limit - out)
+        if first and says is not None:
+            part.granted = min(says, part.peak if restored else max(part.granted, free))
+        else:
+            part.granted = min(part.granted, max(says or 0, free))
+        part.granted = max(0, min(part.granted, self.limit - spoken))  # it may have been lowered meanwhile
+        if says is not None and says > part.peak:
+            part.peak = says
+            self.excuse()
+
     # ------------------------------------------------------------------ planning
 
     def plan(

@@ -39,16 +39,24 @@ class Call:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The blocks of a tenant (None: of all) in a group (None: in all) are no more."""
+
+    group: int | None
+    salt: str | None
+
+
 class LookupLog:
     """Thread-safe. ``hear`` is for one loop; readers ask by ``read``."""
 
     def __init__(self, what_if: WhatIf) -> None:
         self._what_if = what_if
         self._lock = threading.Lock()
-        self._calls: deque[Call] = deque()
+        self._calls: deque[Call | Gone] = deque()
         self._waiting = 0
         self._counting = threading.Lock()
-        self.missed = 0
+        self.missed = 0  #: calls that found the log full
 
     def put(self, call: Call) -> None:
         """Note a call; it keeps its arrays. Never waits for predictions."""
@@ -60,8 +68,13 @@ class LookupLog:
             self._waiting += hashes
             self._calls.append(call)
 
+    def gone(self, group: int | None, salt: str | None) -> None:
+        """Note that blocks are no more, after the calls that were put down before. Never refused."""
+        with self._counting:
+            self._calls.append(Gone(group, salt))
+
     def hear(self) -> int:
-        """Take in what was put down, oldest first, for at most ``TURN_S``; how many calls."""
+        """Take in what was put down, oldest first, for at most ``TURN_S``; how many entries."""
         heard = 0
         ends = time.perf_counter() + TURN_S
         while time.perf_counter() < ends:
@@ -69,15 +82,17 @@ class LookupLog:
                 if not self._calls:
                     break
                 call = self._calls.popleft()
-                self._waiting -= len(call.keys)
+                self._waiting -= 0 if isinstance(call, Gone) else len(call.keys)
             with self._lock:
                 self._take(call)
             heard += 1
             time.sleep(0)  # the interpreter goes to a thread that answers somebody, if one waits for it
         return heard
 
-    def _take(self, call: Call) -> None:
-        if call.present is None:
+    def _take(self, call: Call | Gone) -> None:
+        if isinstance(call, Gone):
+            self._what_if.forget(call.salt, call.group)
+        elif call.present is None:
             self._what_if.stored(call.group, call.salt, call.keys, call.block_bytes, call.at)
         else:
             self._what_if.asked(call.group, call.salt, call.keys, call.present, call.block_bytes, call.at)

@@ -270,6 +270,17 @@ class SendAck:
 
 
 @dataclass(frozen=True, slots=True)
+class SendHint:
+    """These blocks may leave first: see :mod:`kvstrata.master.orphans`. Dropped when the node is slow to read."""
+
+    session: int
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendRemove:
     session: int
     command: int
@@ -356,6 +367,14 @@ class SaveScope:
 
 
 @dataclass(frozen=True, slots=True)
+class Cleared:
+    """The blocks of a tenant (None: of all) under a group's number (None: under all) are no more, by an order."""
+
+    group: int | None
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the operator's log."""
 
@@ -363,6 +382,6 @@ class Report:
     fields: Mapping[str, object]
 
 
-Send = SendAttached | SendResync | SendAck | SendRemove | SendShares | SendEpoch | SendDrop
+Send = SendAttached | SendResync | SendAck | SendHint | SendRemove | SendShares | SendEpoch | SendDrop
 Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope
-Command = Send | Save | CloseSession | Report
+Command = Send | Save | CloseSession | Cleared | Report

@@ -13,10 +13,11 @@ from typing import Final
 
 from kvstrata.master import messages as m
 from kvstrata.master.division import grain_of
+from kvstrata.master.floors import Floors
 from kvstrata.master.ledger import UNLIMITED, Ledger, Part
+from kvstrata.master.share_mail import TTL_MS, ShareMail
 from kvstrata.master.tenancy import (
     TIERS,
-    UNSENT,
     Member,
     Room,
     Tenant,
@@ -25,24 +26,17 @@ from kvstrata.master.tenancy import (
     equal_parts,
     floor_of,
     limit_of,
-    limit_or_none,
     tenant_of,
     used_of,
 )
 from kvstrata.proto.status import Tier
 
-#: Shares lapse on a node this long after the last word of its master ...
-TTL_MS: Final = 30_000
-#: ... so an idle link hears an empty word this often.
-RENEW_S: Final = 8.0
 #: A node that has been away for so long is counted out: its parts go to others.
 LONG_GONE_S: Final = 600.0
 #: A tenant's shares are worked out anew at most this often, when something of it changed.
 REBALANCE_S: Final = 1.0
 #: (tenant, node) pairs that one step works on at most: the lock is held for some ten milliseconds.
-PAIRS_A_TICK: Final = 512
-#: (tenant, node) pairs that one flush writes out.
-ROWS_A_FLUSH: Final = 8000
+PAIRS_A_STEP: Final = 256
 #: Saved grants that are higher than they need be are corrected this often.
 SAVE_S: Final = 5.0
 #: Tenants without a policy that have shares of their own, under a default of so many bytes each. Those past
@@ -56,6 +50,8 @@ GUEST_IDLE_S: Final = 600.0
 RECOVERY_S: Final = 60.0
 #: Guests that one tick looks at for being idle.
 GUESTS_A_TICK: Final = 64
+#: Floors that have no room are told of in the log this often.
+UNMET_SAID_S: Final = 60.0
 
 
 class Quotas:
@@ -65,20 +61,18 @@ class Quotas:
         self.nodes: dict[str, Member] = {}
         self.fallback = m.TenantPolicy("")
         self.denies = False
-        self.saved_serial = 0
         self._emit = emit
-        self._revision = first_revision
         self._durable_serial = 0
         self._tenants: dict[str | None, Tenant] = {None: tenant_of(self.fallback, defined=True)}
         self._guests: set[str] = set()
         self._to_look_at: list[str] = []
         self._recovers_until = 0.0
-        self._floor_totals: dict[tuple[Tier, str], int] | None = None
+        self._unmet_said_at = 0.0
+        self._floors = Floors()
         self._due: dict[str | None, None] = {}
         self._rising: dict[str | None, None] = {}
-        self._outgoing: dict[str, set[str | None]] = {}
-        self._forgetting: dict[str, set[str]] = {}
-        self._saving: dict[str, None] = {}
+        self._granting: list[str | None] = []
+        self._mail = ShareMail(emit, first_revision, self._tenants, self.nodes)
 
     # ------------------------------------------------------------------ policies
 
@@ -115,7 +109,7 @@ class Quotas:
     def _restore_share(self, node_id: str, tenant: Tenant, share: m.Share) -> None:
         for tier, limit, floor in by_tier(share):
             part = tenant.part(tier, node_id)
-            part.floor = floor
+            self._floors.give(tier, node_id, part, floor)
             if limit is not None and tenant.ledgers[tier].limited:
                 part.granted = part.peak = limit
                 part.restored = True
@@ -146,7 +140,7 @@ class Quotas:
         self._guests.discard(policy.salt)
         self._change(policy.salt, tenant, policy, now)
         self._emit(m.SavePolicy(policy.salt, policy))
-        self._flush(now)
+        self._mail.flush(now)
 
     def remove_policy(self, salt: str, now: float) -> None:
         """The default applies to this salt from now on."""
@@ -160,7 +154,7 @@ class Quotas:
             self._change(salt, tenant, self._guest_policy(salt), now)
         else:
             self._forget(salt)
-        self._flush(now)
+        self._mail.flush(now)
 
     def set_fallback(self, policy: m.TenantPolicy, deny: bool, now: float) -> None:
         """The policy of salts without one: limits of each such salt, or ``deny``."""
@@ -173,11 +167,10 @@ class Quotas:
                 self._forget(salt)
         self._adopt_strangers(now)
         self._emit(m.SaveFallback(self.fallback, deny))
-        self._flush(now)
+        self._mail.flush(now)
 
     def _change(self, key: str | None, tenant: Tenant, policy: m.TenantPolicy, now: float) -> None:
         tenant.policy = policy
-        self._floor_totals = None
         for tier, limit, floor in by_tier(policy):
             ledger = tenant.ledgers[tier]
             was_limited = ledger.limited
@@ -194,7 +187,7 @@ class Quotas:
                     part.rise = None
             ledger.excuse()
         for node_id in self.nodes:
-            self._say(node_id, key)
+            self._mail.say(node_id, key)
         self._plan(key, now)
 
     # ------------------------------------------------------------------ strangers and guests
@@ -243,7 +236,7 @@ class Quotas:
             return None
         guest = self._stranger(salt, now)
         for node_id in self.nodes:
-            self._say(node_id, salt)
+            self._mail.say(node_id, salt)
         self._touch(salt)
         return guest
 
@@ -254,18 +247,16 @@ class Quotas:
                     self._admit_guest(salt, now)
 
     def _forget(self, salt: str) -> None:
-        self._tenants.pop(salt, None)
+        tenant = self._tenants.pop(salt, None)
+        if tenant is not None:
+            for tier, ledger in tenant.ledgers.items():
+                self._floors.unmet.pop((tier, salt), None)
+                for node_id, part in ledger:
+                    self._floors.give(tier, node_id, part, 0)
         self._guests.discard(salt)
-        self._floor_totals = None
         self._due.pop(salt, None)
         self._rising.pop(salt, None)
-        for node_id, member in self.nodes.items():
-            member.unconfirmed.discard(salt)
-            member.rising.discard(salt)
-            self._outgoing.get(node_id, set()).discard(salt)
-            if member.session is not None:
-                self._forgetting.setdefault(node_id, set()).add(salt)
-            member.stale(0.0)
+        self._mail.forget(salt)
 
     # ------------------------------------------------------------------ nodes
 
@@ -278,26 +269,24 @@ class Quotas:
         first, member.linked_before = not member.linked_before, True
         member.session, member.capacity = session, {tier: capacity.get(tier, 0) for tier in TIERS}
         member.reported, member.placed, member.said_at = False, {}, now
-        self._floor_totals = None
         told = {share.salt: share for share in shares}
         for salt in told:
             if salt not in self._tenants:
                 self._admit_guest(salt, now)
-        self._outgoing.pop(node_id, None)
-        self._forgetting.pop(node_id, None)
-        member.attach_revision = member.last_revision = self._next_revision()
+        self._mail.unsay(node_id)
+        member.attach_revision = member.last_revision = self._mail.next_revision()
         member.unconfirmed = set(self._tenants)
         for key, tenant in self._tenants.items():
             of_node = None if key is None else told.get(key)
             for tier, ledger in tenant.ledgers.items():
-                self._welcome(ledger, node_id, tier, of_node, first)
+                ledger.welcome(node_id, None if of_node is None else limit_of(of_node, tier), first=first)
                 if first and of_node is not None and tenant.defined:
                     part = ledger.parts[node_id]
-                    part.floor = max(part.floor, floor_of(of_node, tier))
+                    self._floors.give(tier, node_id, part, max(part.floor, floor_of(of_node, tier)))
                 ledger.parts[node_id].pending = member.attach_revision
             tenant.planned_at = now - REBALANCE_S  # a node that waits for its shares refuses writers
             self._touch(key)
-        self._saving[node_id] = None
+        self._mail.save(node_id)
         return m.SendShares(
             session,
             member.attach_revision,
@@ -307,37 +296,14 @@ class Quotas:
             ttl_ms=TTL_MS,
         )
 
-    def _welcome(self, ledger: Ledger, node_id: str, tier: Tier, told: m.Share | None, first: bool) -> None:
-        """The part that a node begins with: the one it had, or what it says it has, if we know no better.
-
-        More than it says it has, it gets only if that is sure to be free.
-        """
-        part = ledger.part(node_id)
-        restored, part.restored = part.restored, False
-        if not ledger.limited:
-            return
-        says = None if told is None else limit_of(told, tier)
-        if not part.granted and not says:
-            return
-        out, spoken = ledger.beside(part)
-        free = max(0, ledger.limit - out)
-        if first and says is not None:
-            part.granted = min(says, part.peak if restored else max(part.granted, free))
-        else:
-            part.granted = min(part.granted, max(says or 0, free))
-        part.granted = max(0, min(part.granted, ledger.limit - spoken))  # it may have been lowered meanwhile
-        if says is not None and says > part.peak:
-            part.peak = says
-            ledger.excuse()
-
     def unlinked(self, node_id: str, now: float) -> None:
         """Its stream ended. What it was granted stays its own until it is back, or long gone."""
         member = self.nodes.get(node_id)
         if member is None or member.session is None:
             return
         member.session, member.away_since, member.placed = None, now, {}
-        self._outgoing.pop(node_id, None)
-        self._forgetting.pop(node_id, None)
+        self._mail.unsay(node_id)
+        member.rising.clear()
         for key, tenant in self._tenants.items():
             for ledger in tenant.ledgers.values():
                 part = ledger.part(node_id)
@@ -353,19 +319,24 @@ class Quotas:
         if member is not None:
             member.usage = {}
             for key, tenant in self._tenants.items():
-                if tenant.ledgers[Tier.DRAM].parts.pop(node_id, None) is not None:
+                if self._drop_part(tenant, Tier.DRAM, node_id):
                     self._touch(key)
-            self._saving[node_id] = None
+            self._mail.save(node_id)
+
+    def _drop_part(self, tenant: Tenant, tier: Tier, node_id: str) -> bool:
+        part = tenant.ledgers[tier].parts.pop(node_id, None)
+        if part is None:
+            return False
+        self._floors.give(tier, node_id, part, 0)
+        return True
 
     def _count_out(self, node_id: str) -> None:
         del self.nodes[node_id]
-        self._floor_totals = None
-        self._saving.pop(node_id, None)
+        self._mail.count_out(node_id)
         for key, tenant in self._tenants.items():
-            for ledger in tenant.ledgers.values():
-                ledger.parts.pop(node_id, None)
+            for tier in TIERS:
+                self._drop_part(tenant, tier, node_id)
             self._touch(key)
-        self._emit(m.SaveGrants(node_id, ()))
 
     # ------------------------------------------------------------------ reports
 
@@ -442,7 +413,7 @@ class Quotas:
             tenant = self._admit_guest(salt, now)
             if tenant is not None:
                 self._plan(salt, now)
-                self._flush(now)
+                self._mail.flush(now)
         if tenant is not None:
             tenant.seen_at = now
             tenant.block_bytes = max(tenant.block_bytes, block_bytes)
@@ -474,13 +445,14 @@ class Quotas:
             if member.session is None and now - member.away_since >= LONG_GONE_S:
                 self._count_out(node_id)
             elif member.stale_since is not None and now - member.stale_since >= SAVE_S:
-                self._saving[node_id] = None
+                self._mail.save(node_id)
         self._look_at_guests(now)
+        self._say_unmet(now)
         self.step(now)
 
     def step(self, now: float) -> None:
         """Part of what is due; :attr:`behind` says whether more is."""
-        budget = PAIRS_A_TICK
+        budget = self._grant(PAIRS_A_STEP)
         for key in list(self._due):
             if budget <= 0:
                 break
@@ -488,27 +460,40 @@ class Quotas:
             if now - tenant.planned_at >= REBALANCE_S:
                 budget -= max(1, len(self.nodes))
                 self._plan(key, now)
-        self._flush(now)
+        self._mail.flush(now)
 
     def durable(self, serial: int, now: float) -> None:
-        """Everything saved up to ``serial`` is in the store: its raises may go out."""
+        """Everything saved up to ``serial`` is in the store: its raises may go out, part of them with each step."""
         self._durable_serial = max(self._durable_serial, serial)
-        for key in list(self._rising):
-            tenant = self._tenants[key]
-            waiting = False
-            for ledger in tenant.ledgers.values():
-                for node_id, part in ledger:
-                    if part.rise is None:
-                        continue
-                    if not part.rise_serial or part.rise_serial > self._durable_serial:
-                        waiting = True
-                        continue
-                    part.granted, part.rise = part.rise, None
-                    self._say(node_id, key)
-            if not waiting:
+        self._granting = list(reversed(self._rising))
+        self._grant(PAIRS_A_STEP)
+        self._mail.flush(now)
+
+    def _grant(self, budget: int) -> int:
+        """Let raises that are durable go out; what is left of ``budget``."""
+        while self._granting and budget > 0:
+            key = self._granting.pop()
+            if key not in self._rising:
+                continue
+            budget -= max(1, len(self.nodes))
+            if not self._grant_to(key, self._tenants[key]):
                 del self._rising[key]
             self._touch(key)
-        self._flush(now)
+        return budget
+
+    def _grant_to(self, key: str | None, tenant: Tenant) -> bool:
+        """One tenant's raises; True when some of them are not durable yet."""
+        waiting = False
+        for ledger in tenant.ledgers.values():
+            for node_id, part in ledger:
+                if part.rise is None:
+                    continue
+                if not part.rise_serial or part.rise_serial > self._durable_serial:
+                    waiting = True
+                    continue
+                part.granted, part.rise = part.rise, None
+                self._mail.say(node_id, key)
+        return waiting
 
     # ------------------------------------------------------------------ planning
 
@@ -542,6 +527,8 @@ class Quotas:
                 ledger.settle()
             if ledger.floor or any(part.floor for _, part in ledger):
                 self._plan_floors(key, tier, here, grain, ranks)
+            else:
+                self._floors.unmet.pop((tier, key), None)
 
     def _lower(self, key: str | None, ledger: Ledger, lowered: Mapping[str, int]) -> None:
         for node_id, target in lowered.items():
@@ -549,7 +536,7 @@ class Quotas:
             part.rise = None
             if target < part.granted:
                 part.granted = target
-                self._say(node_id, key)
+                self._mail.say(node_id, key)
             part.relax()
 
     def _raise(self, key: str | None, ledger: Ledger, raised: Mapping[str, int]) -> None:
@@ -558,30 +545,27 @@ class Quotas:
             part.rise, part.peak = target, max(part.peak, target)
             part.rise_serial = 0
             self.nodes[node_id].rising.add(key)
-            self._saving[node_id] = None
+            self._mail.save(node_id)
             self._rising[key] = None
 
     def _plan_floors(
         self, key: str | None, tier: Tier, here: Mapping[str, int], grain: int, ranks: Mapping[str, int]
     ) -> None:
         """Move a tenant's floor to where its blocks are, beside the floors of others."""
-        ledger, totals = self._tenants[key].ledgers[tier], self._totals_of_floors()
-        room = {n: capacity - totals.get((tier, n), 0) + ledger.part(n).floor for n, capacity in here.items()}
+        ledger, floors = self._tenants[key].ledgers[tier], self._floors
+        room = {n: capacity - floors.beside(tier, n, ledger.part(n)) for n, capacity in here.items()}
         for node_id, floor in ledger.plan_floors(room, grain, ranks).items():
-            part = ledger.parts[node_id]
-            totals[tier, node_id] = totals.get((tier, node_id), 0) + floor - part.floor
-            part.floor = floor
-            self._say(node_id, key)
+            floors.give(tier, node_id, ledger.parts[node_id], floor)
+            self._mail.say(node_id, key)
+        floors.note(tier, key, ledger.floor - sum(ledger.parts[n].floor for n in here))
 
-    def _totals_of_floors(self) -> dict[tuple[Tier, str], int]:
-        if self._floor_totals is None:
-            self._floor_totals = {}
-            for tenant in self._tenants.values():
-                for tier, ledger in tenant.ledgers.items():
-                    for node_id, part in ledger:
-                        spot = tier, node_id
-                        self._floor_totals[spot] = self._floor_totals.get(spot, 0) + part.floor
-        return self._floor_totals
+    def _say_unmet(self, now: float) -> None:
+        """Floors without room, in the log: not while nodes may still be on their way."""
+        if self._floors.unmet and now >= self._recovers_until and now - self._unmet_said_at >= UNMET_SAID_S:
+            self._unmet_said_at = now
+            missing = {f"{tier.name.lower()}_bytes": nbytes for tier, nbytes in self._floors.missing().items()}
+            tenants = len({key for _, key in self._floors.unmet})
+            self._emit(m.Report("floors do not fit the nodes that are here", {"tenants": tenants, **missing}))
 
     def _idle(self, guest: Tenant, now: float) -> bool:
         return now - guest.seen_at >= GUEST_IDLE_S and not any(
@@ -609,67 +593,6 @@ class Quotas:
         self._forget(salt)
         return True
 
-    # ------------------------------------------------------------------ what goes out
-
-    def _say(self, node_id: str, key: str | None) -> None:
-        """Have the node told of this tenant's part; until it confirms, it may go by what it heard before."""
-        self._outgoing.setdefault(node_id, set()).add(key)
-        for ledger in self._tenants[key].ledgers.values():
-            ledger.part(node_id).pending = UNSENT
-        self.nodes[node_id].unconfirmed.add(key)
-
-    def _next_revision(self) -> int:
-        self._revision += 1
-        return self._revision
-
-    def _flush(self, now: float) -> None:
-        """Grants to the store, changed shares to the nodes that are linked, a word to those that heard none."""
-        if self._saving:
-            self.saved_serial += 1
-            for node_id in list(self._saving)[: max(1, ROWS_A_FLUSH // len(self._tenants))]:
-                del self._saving[node_id]
-                self._save(node_id)
-        for node_id, member in self.nodes.items():
-            keys = self._outgoing.pop(node_id, set())
-            forgotten = self._forgetting.pop(node_id, set())
-            if member.session is None or not (keys or forgotten or now - member.said_at >= RENEW_S):
-                continue
-            self._tell(node_id, member, keys, tuple(sorted(forgotten - {key for key in keys if key is not None})), now)
-
-    def _tell(
-        self, node_id: str, member: Member, keys: set[str | None], forgotten: tuple[str, ...], now: float
-    ) -> None:
-        assert member.session is not None
-        if keys or forgotten:
-            member.last_revision = self._next_revision()
-        for key in keys:
-            for ledger in self._tenants[key].ledgers.values():
-                ledger.part(node_id).pending = member.last_revision
-        member.said_at = now
-        shares = tuple(self._tenants[key].share(node_id) for key in keys if key is not None)
-        fallback = self._default.share(node_id) if None in keys else None
-        self._emit(
-            m.SendShares(member.session, member.last_revision, False, shares, forgotten, fallback, ttl_ms=TTL_MS)
-        )
-
-    def _save(self, node_id: str) -> None:
-        member, shares, fallback = self.nodes[node_id], [], None
-        for key, tenant in self._tenants.items():
-            dram, ssd = tenant.ledgers[Tier.DRAM].parts.get(node_id), tenant.ledgers[Tier.SSD].parts.get(node_id)
-            if dram is None or ssd is None or not (dram.peak or ssd.peak or dram.floor or ssd.floor or key is None):
-                continue
-            share = m.Share(key or "", limit_or_none(dram.peak), limit_or_none(ssd.peak), dram.floor, ssd.floor)
-            if key is None:
-                fallback = share
-            elif dram.peak < UNLIMITED or ssd.peak < UNLIMITED or dram.floor or ssd.floor:
-                shares.append(share)
-        for key in member.rising:
-            for ledger in self._tenants[key].ledgers.values():
-                ledger.parts[node_id].rise_serial = self.saved_serial
-        member.rising.clear()
-        member.stale_since = None
-        self._emit(m.SaveGrants(node_id, tuple(shares), fallback))
-
     # ------------------------------------------------------------------ for people and tests
 
     def tenants(self) -> list[tuple[str, Tenant]]:
@@ -678,6 +601,20 @@ class Quotas:
 
     def tenant(self, salt: str) -> Tenant | None:
         return self._tenants.get(salt)
+
+    def unmet(self, salt: str, tier: Tier) -> int:
+        """Bytes of a tenant's floor for which the nodes that are here have no room."""
+        return self._floors.unmet.get((tier, salt), 0)
+
+    @property
+    def floors_missing(self) -> Mapping[Tier, int]:
+        """As :meth:`unmet`, of all tenants."""
+        return self._floors.missing()
+
+    @property
+    def saved_serial(self) -> int:
+        """What was emitted to be saved has at most this number: see :meth:`durable`."""
+        return self._mail.saved_serial
 
     @property
     def waiting(self) -> int:
@@ -693,7 +630,7 @@ class Quotas:
 
     def behind(self, now: float) -> bool:
         """More is due than one step does."""
-        return any(now - self._tenants[key].planned_at >= REBALANCE_S for key in self._due)
+        return bool(self._granting) or any(now - self._tenants[key].planned_at >= REBALANCE_S for key in self._due)
 
     @property
     def outstanding(self) -> int:
@@ -702,6 +639,7 @@ class Quotas:
 
     def check(self) -> None:
         """Assert every invariant."""
+        self._floors.check(self._tenants)
         for key, tenant in self._tenants.items():
             for ledger in tenant.ledgers.values():
                 ledger.check()

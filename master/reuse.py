@@ -69,10 +69,11 @@ class ReuseDistances:
         self._aged_at = now
         self._threshold = _LAST
         self._horizon = math.inf
-        # Sampled hashes in rising order, and where each stands in the timeline; the timeline holds the bytes
+        # Sampled hashes in rising order, where each stands in the timeline, and its group; the timeline holds the bytes
         # of the sample last used at that position, 0 for a block that was asked for and never stored.
         self._hashes: Hashes = np.empty(0, dtype=np.uint64)
         self._positions: Indexes = np.empty(0, dtype=np.int64)
+        self._groups: Indexes = np.empty(0, dtype=np.int64)
         self._timeline: Floats = np.zeros(TIMELINE * samples_max + CALL_SAMPLES_MAX)
         self._end = 0
         # Estimated references by reuse distance. All counts are in blocks, scaled to all blocks.
@@ -93,8 +94,10 @@ class ReuseDistances:
 
     # ------------------------------------------------------------------ what happens
 
-    def asked(self, hashes: Hashes, present: Flags, block_bytes: int, now: float) -> None:
-        """A lookup: a chain's blocks in order, and which of them the pool has. Each is a reference, and used."""
+    def asked(self, hashes: Hashes, present: Flags, block_bytes: int, now: float, group: int = 0) -> None:
+        """A lookup: a chain's blocks in order, and which of them the pool has. Each is a reference, and used.
+
+        ``group``: a number that :meth:`forget` may be given."""
         self._age(now)
         self._asked += len(hashes)
         picked = self._pick(hashes)
@@ -107,9 +110,9 @@ class ReuseDistances:
         self._count(self._distances(found, held), there)
         # What the pool has was stored, if before this began to look; what it has not must be stored first.
         held[(held == 0) & there] = block_bytes
-        self._use(found, held)
+        self._use(found, held, group)
 
-    def stored(self, hashes: Hashes, block_bytes: int, now: float) -> None:
+    def stored(self, hashes: Hashes, block_bytes: int, now: float, group: int = 0) -> None:
         """Blocks of a chain, in order, are being stored: used, if they had not been asked for before."""
         self._age(now)
         picked = self._pick(hashes)
@@ -119,7 +122,12 @@ class ReuseDistances:
         self._timeline[found.positions[found.known]] = block_bytes
         new = ~found.known
         if new.any():
-            self._use(found.only(new), np.full(int(new.sum()), float(block_bytes)))
+            self._use(found.only(new), np.full(int(new.sum()), float(block_bytes)), group)
+
+    def forget(self, group: int) -> None:
+        """Its blocks are gone: they fill no cache any more, and the next use of each is a first one. What was counted
+        so far stays."""
+        self._keep(self._groups != group)
 
     # ------------------------------------------------------------------ what it says
 
@@ -201,7 +209,7 @@ class ReuseDistances:
         cells = (CELLS * np.log2(np.maximum(distances[reused], 1.0))).astype(np.int64)
         np.add.at(self._reused, np.minimum(cells, len(self._reused) - 1), weight)
 
-    def _use(self, found: _Found, held: Floats) -> None:
+    def _use(self, found: _Found, held: Floats, group: int) -> None:
         """Put blocks of one call at the end of the timeline, the deepest first."""
         count, known = len(held), found.known
         self._timeline[found.positions[known]] = 0
@@ -218,6 +226,7 @@ class ReuseDistances:
         at = found.at[new][order]
         self._hashes = np.insert(self._hashes, at, found.hashes[new][order])
         self._positions = np.insert(self._positions, at, fresh[new][order])
+        self._groups = np.insert(self._groups, at, group)
         if len(self._hashes) > self._samples_max:
             self._forget_cold()
         if len(self._hashes) > self._samples_max:
@@ -247,10 +256,11 @@ class ReuseDistances:
         self._timeline[self._positions[~kept]] = 0
         self._hashes = self._hashes[kept]
         self._positions = self._positions[kept]
+        self._groups = self._groups[kept]
 
     def check(self) -> None:
         """Assert that samples, positions and bytes agree."""
-        assert len(self._hashes) == len(self._positions) <= self._samples_max
+        assert len(self._hashes) == len(self._positions) == len(self._groups) <= self._samples_max
         assert (np.diff(self._hashes.astype(np.float64)) >= 0).all() and len(np.unique(self._hashes)) == self.samples
         assert not self.samples or int(self._hashes[-1]) <= self._threshold
         assert len(np.unique(self._positions)) == self.samples, "two samples stand at one position"

@@ -26,6 +26,7 @@ from kvstrata.master.membership import Membership
 from kvstrata.master.misses import MissReason, departed
 from kvstrata.master.namespaces import Group, Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
+from kvstrata.master.orphans import Orphans
 from kvstrata.master.placement import Placed, Placement
 from kvstrata.master.probing import Keys
 from kvstrata.master.quotas import Quotas
@@ -73,6 +74,7 @@ class MasterState:
     def __init__(self, now: float, rng: random.Random, saved: Saved = _NOTHING, grace_s: float = 5.0) -> None:
         self.directory = Directory()
         self.namespaces = Namespaces()
+        self.orphans = Orphans(self.directory, self.namespaces)
         self.placement = Placement(rng)
         self.tombstones = Tombstones()
         self.chronicle = Chronicle()
@@ -144,6 +146,10 @@ class MasterState:
         self.membership.tick(event, now)
         self.directory.turn(now)
         self.quotas.tick(now)
+        if self.orphans:
+            links = [node.attachment for node in self.nodes if node.linked and node.attachment is not None]
+            for hint in self.orphans.turn({link.slot: link.session for link in links if link.slot is not None}):
+                self._emit(hint)
 
     # ------------------------------------------------------------------ tenants
 
@@ -186,7 +192,10 @@ class MasterState:
         node = self.membership.speaker(event.session, now)
         if node is not None and node.attachment is not None:
             locate = self._locator(node, now)
-            self._outcome(node, node.attachment.delta(event, self.directory, locate), now)
+            outcome = node.attachment.delta(event, self.directory, locate)
+            if outcome is Outcome.APPLIED:
+                self.orphans.left(event.changes)
+            self._outcome(node, outcome, now)
 
     def _outcome(self, node: Node, outcome: Outcome, now: float) -> None:
         attachment = node.attachment
@@ -467,6 +476,7 @@ class MasterState:
         self.tombstones.check()
         self.requests.check()
         self.clearing.scopes.check()
+        self.orphans.check()
         self.quotas.check()
         assert not self._out
 

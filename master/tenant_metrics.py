@@ -50,6 +50,11 @@ def tenant_metrics(hub: Hub, tenants: Tenants) -> Iterable[Metric]:
     for name, nbytes in totals.refused.items():
         refused.add_metric([_label(name)], nbytes)
     yield from (used, limits, refused)
+    yield CounterMetricFamily(
+        "kvstrata_master_what_if_unheard",
+        "Lookups and placements that predictions of hit rates missed, as too many waited to be heard",
+        value=hub.lookup_log.missed,
+    )
     yield GaugeMetricFamily(
         "kvstrata_master_shares_outstanding", "Shares that nodes have not confirmed", value=totals.outstanding
     )

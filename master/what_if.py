@@ -86,13 +86,13 @@ class WhatIf:
             return
         tenant.asked += len(keys)
         tenant.hit += int(present.sum())
-        tenant.distances.asked(self._mixed(group, keys), present, block_bytes, now)
+        tenant.distances.asked(self._mixed(group, keys), present, block_bytes, now, group)
 
     def stored(self, group: int, salt: str, keys: Keys, block_bytes: int, now: float) -> None:
         """Blocks of a chain, in order, for which a place was asked."""
         tenant = self._tenant(salt, now) if len(keys) else None
         if tenant is not None:
-            tenant.distances.stored(self._mixed(group, keys), block_bytes, now)
+            tenant.distances.stored(self._mixed(group, keys), block_bytes, now, group)
 
     def predict(self, salt: str, sizes: list[int]) -> list[float]:
         """Hit rates, by block, of these many bytes of cache; empty for a tenant that has not asked."""
@@ -114,9 +114,16 @@ class WhatIf:
             return Asked()
         return Asked(tenant.asked, tenant.hit, tenant.distances.references)
 
-    def forget(self, salt: str) -> None:
-        """Its blocks are gone, or the tenant is."""
-        self._tenants.pop(salt, None)
+    def forget(self, salt: str | None, group: int | None = None) -> None:
+        """The blocks of a tenant (None: of all) in a group (None: in all) are gone: dropped, or of older weights.
+
+        A tenant whose blocks are gone altogether starts anew. Of a group, the blocks are forgotten, and not how often
+        such were used again."""
+        for name in list(self._tenants) if salt is None else [salt]:
+            if group is None:
+                self._tenants.pop(name, None)
+            elif name in self._tenants:
+                self._tenants[name].distances.forget(group)
 
     # ------------------------------------------------------------------ inside
 

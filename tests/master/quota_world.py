@@ -140,6 +140,7 @@ class QuotaWorld:
         self._session = 0
         self._masters = 0
         self.sent: list[m.SendShares] = []
+        self.reports: list[m.Report] = []
         self.start_master()
 
     # ------------------------------------------------------------------ master and store
@@ -159,6 +160,8 @@ class QuotaWorld:
             for node in self.nodes.values():
                 if node.session == command.session:
                     node.inbox.append(command)
+        elif isinstance(command, m.Report):
+            self.reports.append(command)
         else:
             self._unsaved.append(command)
 

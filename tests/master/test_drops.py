@@ -58,6 +58,7 @@ def test_a_scope_goes_at_once_and_the_rest_stays(
     assert (world.found(1, 2, 3), world.found(1, 2, 3, salt=OTHER)) == left
     assert world.of(m.SendDrop) == [m.SendDrop(session, cleared.command, group, salt, True)]
     assert world.of(m.SaveScope) == [m.SaveScope(cleared.command, group, salt, True, None, ("n",))]
+    assert world.of(m.Cleared) == [m.Cleared(world.group() if group else None, salt)], "for the predictions"
     world.tell(m.CommandDone(session, cleared.command))
     assert world.state.unconfirmed(cleared.command) == [] and not world.saved().scopes
 
@@ -275,3 +276,18 @@ def test_a_drop_outlives_the_master(tmp_path: Path, wires: Any, closing: Make) -
     attached = again.hear("attached").attached
     assert [(epoch.group, epoch.epoch) for epoch in attached.epochs] == [("model", 1)]
     assert again.hear("drop").drop.group == "model" and again.hear("epoch").epoch.epoch == 1
+
+
+def test_what_was_known_of_the_uses_of_a_dropped_tenant_is_forgotten(
+    master: Master, stub: control_pb2_grpc.MasterStub, eventually: Make
+) -> None:
+    opened, log = master.hub.named(NS), master.hub.lookup_log
+
+    def asked() -> list[int]:
+        return log.read(lambda what_if: [what_if.asked_by(salt).blocks_asked for salt in (SALT, OTHER)])
+
+    for salt in (SALT, OTHER):
+        master.hub.lookup(opened, salt, os.urandom(16), "")
+    eventually(lambda: asked() == [1, 1])
+    stub.RemoveTenant(control.TenantRemove(salt=SALT, drop_blocks=True))
+    eventually(lambda: asked() == [0, 1])

@@ -38,6 +38,7 @@ def test_from_the_bump_on_nothing_older_is_found_by_any_handle() -> None:
     session = world.up(1, 2)
     opened, _ = world.state.open_namespace(NS)
     cleared = world.bump()
+    assert world.of(m.Cleared) == [m.Cleared(opened.group.number, None)], "the older number, for the predictions"
     assert (cleared.epoch, cleared.blocks, cleared.awaited) == (1, 2, {"n"})
     assert world.found(1, 2) == world.found(1, 2, epoch=0) == world.found(1, 2, epoch=1) == []
     again, _ = world.state.open_namespace(NS)
@@ -166,9 +167,10 @@ def test_an_older_bump_is_no_longer_kept_for_nodes_that_are_away() -> None:
 def test_a_node_knows_an_epoch_that_an_emptied_master_does_not() -> None:
     world = World()
     other = world.up(1, node_id="other")
-    facts = m.NodeFacts("n", 1, channel="h:1", dram_bytes=1 << 30)
+    facts, number = m.NodeFacts("n", 1, channel="h:1", dram_bytes=1 << 30), world.group()
     commands = world.tell(m.Attach(facts, epochs=((NS.group, 3), ("unheard", 2), ("bad", (1 << 64) - 1))))
     assert world.found(1) == [] and world.state.namespaces.named(NS.group).epoch == 3
+    assert m.Cleared(number, None) in commands
     assert m.SendEpoch(other, 0, NS.group, 3) in commands and m.SaveGroup(NS, 3) in commands
     (attached,) = [command for command in commands if isinstance(command, m.SendAttached)]
     assert dict(attached.epochs) == {NS.group: 3, "unheard": 2}

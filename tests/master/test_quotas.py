@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.master import messages as m
 from kvstrata.master.division import GRAIN_MIN, Claim, divide
-from kvstrata.master.quotas import LONG_GONE_S, TTL_MS
+from kvstrata.master.quotas import LONG_GONE_S
+from kvstrata.master.share_mail import TTL_MS
 from kvstrata.proto.status import Tier
 from tests.master.quota_world import MIB, TIERS, QuotaWorld, limit_in
 

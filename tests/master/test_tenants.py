@@ -256,3 +256,4 @@ def test_metrics_name_tenants_with_a_policy_and_sum_the_others(
     wanted = {s.labels["salt"]: s.value for s in families["kvstrata_master_tenant_wanted_bytes"]}
     assert wanted == {SALT: 5, "(others)": 5, "(empty)": 5}
     assert families["kvstrata_master_shares_outstanding"][0].value > 0
+    assert families["kvstrata_master_what_if_unheard"][0].value == 0

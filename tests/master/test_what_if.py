@@ -287,6 +287,53 @@ def test_the_least_active_tenant_goes_and_a_flood_of_new_ones_drives_nobody_out(
     what_if.check()
 
 
+@pytest.mark.parametrize(("ends", "expected"), [(False, [0, 5]), (True, [2, 2])])
+def test_a_group_that_is_gone_fills_no_cache_and_its_next_use_is_a_first_one(ends: bool, expected: list[int]) -> None:
+    distances = ReuseDistances(0.0)
+    chains = {1: [1, 2], 2: [3, 4, 5]}
+    for group, chain in chains.items():
+        distances.asked(mixed(chain), absent(chain), BYTES, 0.0, group)
+        distances.stored(mixed(chain), BYTES, 0.0, group)
+    if ends:
+        distances.forget(2)
+    distances.check()
+    for group, chain in chains.items():
+        distances.asked(mixed(chain), absent(chain), BYTES, 0.0, group)
+    distances.check()
+    hits = [10 * rate for rate in distances.predict([int(2.5 * BYTES), int(5.5 * BYTES)])]
+    assert hits == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("salt", "group", "hits"),
+    [
+        ("nobody", None, {"a": 4, "b": 4}),
+        ("a", 1, {"a": 2, "b": 4}),
+        ("a", None, {"a": 0, "b": 4}),
+        (None, 2, {"a": 2, "b": 2}),
+        (None, None, {"a": 0, "b": 0}),
+    ],
+)
+def test_what_is_gone_concerns_its_tenant_and_group_only(
+    salt: str | None, group: int | None, hits: dict[str, int]
+) -> None:
+    what_if = WhatIf(random.Random(1))
+    chain = [1, 2]
+
+    def used(now: float) -> None:
+        for name in ("a", "b"):
+            for number in (1, 2):
+                what_if.asked(number, name, keys(chain), absent(chain), BYTES, now)
+                what_if.stored(number, name, keys(chain), BYTES, now)
+
+    used(0.0)
+    what_if.forget(salt, group)
+    what_if.check()
+    used(2 * POLL_S)
+    found = {name: what_if.predict(name, [1 << 30])[0] * what_if.asked_by(name).blocks_asked for name in ("a", "b")}
+    assert found == pytest.approx(hits)
+
+
 def test_a_forgotten_tenant_starts_anew() -> None:
     what_if = WhatIf(random.Random(0))
     loop(what_if, "tenant", blocks=3, rounds=3)
@@ -336,3 +383,18 @@ def test_a_full_log_misses_calls_and_takes_more_once_heard() -> None:
         pass
     log.put(call(99, False))
     assert log.missed == 3 and log.hear() == 1
+
+
+def test_what_is_gone_is_heard_in_its_order_and_never_lost() -> None:
+    log = LookupLog(WhatIf(random.Random(0)))
+    log.put(call(7, False))
+    log.put(call(8, False, WAITING_HASHES_MAX - 1))
+    log.gone(None, "tenant")
+    log.put(call(9, False))
+    assert log.missed == 1, "it is full"
+    while log.hear():
+        pass
+    assert log.read(lambda what_if: what_if.asked_by("tenant").blocks_asked) == 0
+    log.put(call(9, False))
+    assert log.hear() == 1
+    assert log.read(lambda what_if: what_if.asked_by("tenant").blocks_asked) == 1
