@@ -59,7 +59,7 @@ class NodeMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop")
+    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class MasterMessage(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_FIELD_NUMBER: _ClassVar[int]
     attached: AttachOk
     resync: Resync
     ack: Ack
@@ -74,7 +75,8 @@ class MasterMessage(_message.Message):
     epoch: NamespaceEpoch
     shares: Shares
     drop: DropCommand
-    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ...) -> None: ...
+    orphaned: Orphaned
+    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs")
@@ -299,6 +301,18 @@ class RemoveCommand(_message.Message):
     hashes: bytes
     def __init__(self, command: _Optional[int] = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
+class Orphaned(_message.Message):
+    __slots__ = ("spec", "salt", "hashes", "epoch")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    spec: _channel_pb2.NamespaceSpec
+    salt: str
+    hashes: bytes
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class CommandDone(_message.Message):
     __slots__ = ("command", "error")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
@@ -501,7 +515,7 @@ class WhatIf(_message.Message):
     def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class TenantRow(_message.Message):
-    __slots__ = ("policy", "defined", "dram_bytes", "ssd_bytes", "blocks", "nodes", "what_if", "blocks_asked", "blocks_hit", "sampled")
+    __slots__ = ("policy", "defined", "dram_bytes", "ssd_bytes", "blocks", "nodes", "what_if", "blocks_asked", "blocks_hit", "sampled", "dram_floor_unmet", "ssd_floor_unmet")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     DEFINED_FIELD_NUMBER: _ClassVar[int]
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -512,6 +526,8 @@ class TenantRow(_message.Message):
     BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    DRAM_FLOOR_UNMET_FIELD_NUMBER: _ClassVar[int]
+    SSD_FLOOR_UNMET_FIELD_NUMBER: _ClassVar[int]
     policy: TenantPolicy
     defined: bool
     dram_bytes: int
@@ -522,7 +538,9 @@ class TenantRow(_message.Message):
     blocks_asked: int
     blocks_hit: int
     sampled: int
-    def __init__(self, policy: _Optional[_Union[TenantPolicy, _Mapping]] = ..., defined: bool = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TenantNode, _Mapping]]] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., sampled: _Optional[int] = ...) -> None: ...
+    dram_floor_unmet: int
+    ssd_floor_unmet: int
+    def __init__(self, policy: _Optional[_Union[TenantPolicy, _Mapping]] = ..., defined: bool = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TenantNode, _Mapping]]] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., sampled: _Optional[int] = ..., dram_floor_unmet: _Optional[int] = ..., ssd_floor_unmet: _Optional[int] = ...) -> None: ...
 
 class TenantList(_message.Message):
     __slots__ = ("tenants", "fallback", "fallback_denies", "dram_bytes", "ssd_bytes", "left_out")

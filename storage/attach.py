@@ -205,6 +205,8 @@ class MasterLink:
             self._commands.advance(message.epoch, outbox.confirm)
         elif body == "drop":
             self._commands.drop(message.drop, outbox.confirm)
+        elif body == "orphaned":
+            self._commands.orphaned(message.orphaned)
         elif body == "shares":
             self._commands.share(message.shares)
 

@@ -138,6 +138,15 @@ class Commands:
         self._shares_problem = ""
         self.wake()
 
+    def orphaned(self, message: control.Orphaned) -> None:
+        """Blocks that may leave first. Nobody waits for it, and one that makes no sense is passed over."""
+        try:
+            namespace = Namespace.from_spec(message.spec)
+            with self._lock:
+                self._state.orphaned(namespace, message.salt, message.hashes, message.epoch, self._clock())
+        except InvalidArgument as error:
+            log.warning("a master's hint was refused", reason=str(error))
+
     def advance(self, message: control.NamespaceEpoch, confirm: Confirm) -> None:
         """A group's weights are new. Confirmed once nobody can be sent a block of older ones, nor after a restart."""
         with self._lock:

@@ -17,6 +17,7 @@ from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.isolated_lru import EvictionPolicy
+from kvstrata.storage.orders import HINTED
 from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf
 from kvstrata.storage.story import HASHES_MAX as STORY_BLOCKS
@@ -379,7 +380,7 @@ class Inventory:
             counts.evicted_lowered += 1
         if self.evicted is not None:
             self.evicted(block)
-        self.withdraw(block, _VERBS[why], why, cause)
+        self.withdraw(block, _VERBS[why], block.hinted if block.stamp == HINTED else why, cause)
 
     def coldest_blocks(self, limit: int) -> Iterator[Block]:
         """Up to ``limit`` blocks from the cold end of each queue in turn, for who wants to copy them elsewhere.
@@ -500,19 +501,36 @@ class Inventory:
 
     # ------------------------------------------------------------------ hints
 
-    def hint(self, shelf: Shelf, hashes: Sequence[bytes], kind: HintKind, until: float) -> int:
-        """Do as the owner of blocks says, in chain order; how many it changed. Only against its other blocks.
+    def hint(self, shelf: Shelf, hashes: Sequence[bytes], kind: HintKind, until: float) -> list[bytes]:
+        """Do as the owner of blocks says, in chain order; those it changed. Only against its other blocks.
 
         KEEP until a time: at most half of what the tenant uses, older hints lapse first.
         """
         found = [shelf.blocks.get(key) for key in dict.fromkeys(hashes)]
         blocks = [block for block in found if block is not None and block.state == VISIBLE]
         if shelf.retired or not blocks:
-            return 0
+            return []
         self.policy.next_stamp()
         if kind == HintKind.KEEP:
-            return self.policy.keep(blocks, until)
-        return self.policy.forget(blocks) if kind == HintKind.FORGET else self.policy.cool(blocks)
+            blocks = blocks[: self.policy.keep(blocks, until)]
+        elif kind == HintKind.FORGET:
+            blocks = [block for block in blocks if block.keep is not None]
+            self.policy.forget(blocks)
+        else:
+            self._cool(blocks, Departure.HINT)
+        return [block.hash for block in blocks]
+
+    def orphaned(self, shelf: Shelf, hashes: Sequence[bytes]) -> int:
+        """Nobody finds these, for want of other shards': they leave first, but for those a hint keeps; how many."""
+        found = [shelf.blocks.get(key) for key in dict.fromkeys(hashes)]
+        blocks = [block for block in found if block is not None and block.state == VISIBLE and block.keep is None]
+        self._cool(blocks, Departure.ORPHAN)
+        return len(blocks)
+
+    def _cool(self, blocks: Sequence[Block], why: Departure) -> None:
+        self.policy.cool(blocks)
+        for block in blocks:
+            block.hinted = why
 
     # ------------------------------------------------------------------ what there is
 

@@ -135,6 +135,10 @@ class ReadHandlers:
         if shelf is None:
             return bytearray([_MISSING]) * count
         found = [shelf.blocks.get(key) for key in hashes]
+        inventory = self._state.inventory
+        inventory.now = self._clock()
+        inventory.policy.next_stamp()
+        inventory.policy.touch([block for block in found if block is not None and block.state == VISIBLE])
         return bytearray(_LOADED if b is not None and b.state == VISIBLE else _MISSING for b in found)
 
     # ------------------------------------------------------------------ answers

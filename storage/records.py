@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import Departure
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
@@ -61,12 +62,12 @@ class Block:
     when it is not known any more. ``parked`` is set while
     the LRU has taken a protected block out of its order. ``born`` is its stamp when it became visible, so
     that another stamp means that it was used; ``offered`` its stamp when it was last written, or refused,
-    to the other tier (0: never).
+    to the other tier (0: never). ``hinted`` is why it would leave, once a hint made it the coldest.
     """
 
     __slots__ = (
-        "before", "born", "checksum", "child", "children", "generation", "hash", "hits", "index", "keep", "leases",
-        "mark", "offered", "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
+        "before", "born", "checksum", "child", "children", "generation", "hash", "hinted", "hits", "index", "keep",
+        "leases", "mark", "offered", "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -89,6 +90,7 @@ class Block:
         self.parked = False
         self.mark = 0
         self.hits = 0
+        self.hinted = Departure.HINT
         self.keep: Keep | None = None
         self.queue: Queue | None = None
 
@@ -170,6 +172,7 @@ class Counts:
     slabs_taken_over: int = 0
     removed: int = 0
     hints: int = 0  #: blocks that a hint moved, in either tier
+    orphaned: int = 0  #: replicas that were told to leave first, for want of a sister shard's
     leases_expired: int = 0
     reservations_expired: int = 0
     bytes_in: int = 0

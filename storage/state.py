@@ -358,20 +358,37 @@ class NodeState:
     def hint(self, handle: int, salt: str, hashes: bytes, epoch: int, kind: HintKind, ttl_s: float, now: float) -> int:
         """What a tenant says of the future of its blocks, for ``ttl_s`` where it asks to keep them.
 
-        Returns how many it changed, in each tier; none when its weight ``epoch`` is not the node's.
+        Returns how many it changed, in either tier; none when its weight ``epoch`` is not the node's.
         """
         entry = self.entry(handle)
-        count = _count(hashes, entry.width)
+        keys = _split(hashes, entry.width)
         if epoch != entry.epoch:
             return 0
-        keys = [hashes[start : start + entry.width] for start in range(0, count * entry.width, entry.width)]
-        changed = 0
+        changed: set[bytes] = set()
         for inventory in self.tiers():
             inventory.now = now
             shelf = inventory.shelves.get((handle, salt))
             if shelf is not None:
-                changed += inventory.hint(shelf, keys, kind, now + min(ttl_s, HINT_MAX_S))
-        self.counts.hints += changed
+                changed.update(inventory.hint(shelf, keys, kind, now + min(ttl_s, HINT_MAX_S)))
+        self.counts.hints += len(changed)
+        return len(changed)
+
+    def orphaned(self, namespace: Namespace, salt: str, hashes: bytes, epoch: int, now: float) -> int:
+        """Nobody finds these blocks any more, for want of a sister shard's: they leave first.
+
+        Returns how many replicas that are, in each tier.
+        """
+        entry = self.known.find(namespace)
+        if entry is None or epoch != entry.epoch:
+            return 0
+        keys = _split(hashes, entry.width)
+        changed = 0
+        for inventory in self.tiers():
+            inventory.now = now
+            shelf = inventory.shelves.get((entry.handle, salt))
+            if shelf is not None:
+                changed += inventory.orphaned(shelf, keys)
+        self.counts.orphaned += changed
         return changed
 
     # ------------------------------------------------------------------ ends
@@ -481,6 +498,11 @@ def _count(hashes: bytes, width: int) -> int:
     if count > HASHES_MAX:
         raise InvalidArgument(f"{count} hashes in one call: at most {HASHES_MAX}")
     return count
+
+
+def _split(hashes: bytes, width: int) -> list[bytes]:
+    """Raises as :func:`_count`."""
+    return [hashes[start : start + width] for start in range(0, _count(hashes, width) * width, width)]
 
 
 def _look(shelf: Shelf | None, hashes: bytes, width: int, count: int) -> tuple[bytearray, list[Block]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace
-from kvstrata.proto.status import HintKind
+from kvstrata.proto.status import Departure, HintKind, Tier
 from kvstrata.proto.wire import Kind
+from kvstrata.storage.commands import Commands
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.state import HINT_MAX_S
 from kvstrata.transfer.connection import Connection, expect
@@ -67,8 +70,12 @@ def test_forgetting_ends_a_keep_and_dropped_blocks_leave_first(node: OrderedNode
 def test_hints_work_in_both_tiers(node: OrderedNode) -> None:
     node.store(range(30), salt="a")
     node.demote()
-    assert hint(node, range(5), HintKind.KEEP) == 10, "copies count where they are"
-    assert node.state.counts.hints == 10
+    assert hint(node, range(5), HintKind.KEEP) == 5, "a block in both tiers is one"
+    for tier in node.state.tiers():
+        kept = [block.hash for block in tier.blocks() if block.keep is not None]
+        assert sorted(kept) == sorted(key(n) for n in range(5))
+    assert node.state.counts.hints == 5
+    assert hint(node, range(3, 8), HintKind.FORGET) == 2
 
 
 def test_hints_of_other_weights_or_tenants_change_nothing(node: OrderedNode) -> None:
@@ -111,3 +118,49 @@ def test_the_channel_takes_hints(running: StorageNode) -> None:
             connection.call(Kind.HINT, ask.SerializeToString())
     finally:
         connection.close()
+
+
+def departures(node: OrderedNode) -> dict[int, Departure]:
+    """Why blocks left DRAM, by number."""
+    node.state.deltas.close_batch()
+    runs = [run for batch in node.state.deltas.after(0) or [] for run in batch.runs]
+    gone = [run for run in runs if not run.added and run.tier == Tier.DRAM]
+    numbers = {key(n): n for n in range(2000)}
+    return {numbers[run.hashes[i : i + 16]]: run.why for run in gone for i in range(0, len(run.hashes), 16)}
+
+
+def test_what_left_by_a_hint_says_so_and_what_was_used_since_does_not(node: OrderedNode) -> None:
+    node.store(range(15), salt="a")
+    node.store(range(15, 30), salt="a")
+    hint(node, range(11, 15), HintKind.DROP)
+    assert node.state.orphaned(node.namespace, "a", keys(range(26, 30)), 0, node.now) == 4
+    node.acquire([11, 26], salt="a")
+    node.now += 10.0
+    node.state.expire(node.now)
+    flood(node)
+    why = departures(node)
+    assert {n for n, each in why.items() if each == Departure.HINT} == {12, 13, 14}
+    assert {n for n, each in why.items() if each == Departure.ORPHAN} == {27, 28, 29}
+    assert why[11] == why[26] == Departure.ROOM
+    assert node.state.counts.orphaned == 4
+
+
+def test_orphans_leave_first_but_not_what_is_kept_nor_of_other_weights(node: OrderedNode) -> None:
+    node.store(range(30), salt="a")
+    hint(node, range(24, 26), HintKind.KEEP)
+    assert node.state.orphaned(node.namespace, "a", keys(range(24, 30)), 1, node.now) == 0, "of another epoch"
+    assert node.state.orphaned(Namespace("other", 4096, 16), "a", keys([24]), 0, node.now) == 0
+    assert node.state.orphaned(node.namespace, "a", keys(range(24, 30)), 0, node.now) == 4
+    node.check()
+    node.store(range(100, 100 + node.capacity - 30 + 4), salt="b")
+    assert node.present(range(30), "a") == list(range(26))
+
+
+def test_a_masters_word_on_orphans_is_taken_or_passed_over(node: OrderedNode) -> None:
+    node.store(range(30), salt="a")
+    commands = Commands(node.state, threading.Lock(), clock=lambda: node.now)
+    spec = node.namespace.to_spec()
+    commands.orphaned(control.Orphaned(spec=spec, salt="a", hashes=keys(range(4))))
+    commands.orphaned(control.Orphaned(spec=spec, salt="a", hashes=b"odd"))
+    commands.orphaned(control.Orphaned(salt="a", hashes=keys(range(4))))
+    assert node.state.counts.orphaned == 4
