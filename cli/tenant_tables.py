@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import typer
 
@@ -30,6 +30,7 @@ def print_tenants(listed: control.TenantList) -> None:
     ]
     columns = ("tenant", "policy", "dram", "of", "floor", "ssd", "of", "floor", "blocks", "hits")
     print_table("tenants", columns, table)
+    print_warnings(_unmet(listed.tenants))
     if listed.left_out:
         typer.echo(f"{listed.left_out} more are not shown: name them with `tenant get`")
     typer.echo(f"default: {default_text(listed)}")
@@ -43,6 +44,7 @@ def print_tenant(row: control.TenantRow, listed: control.TenantList) -> None:
     typer.echo(f"policy: {policy}")
     typer.echo(f"uses: dram {format_size(row.dram_bytes)}, ssd {format_size(row.ssd_bytes)}, {row.blocks} blocks")
     typer.echo(f"lookups: {row.blocks_asked} blocks asked, {row.blocks_hit} hit ({hit_rate(row)})")
+    print_warnings(_unmet([row]))
     if row.nodes:
         columns = ("node", "dram", "of", "floor", "ssd", "of", "floor", "confirmed")
         print_table("by node", columns, [_node(node) for node in row.nodes])
@@ -59,6 +61,14 @@ def print_what_if(row: control.TenantRow) -> None:
 def print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _unmet(rows: Iterable[control.TenantRow]) -> Iterator[str]:
+    for row in rows:
+        for tier, nbytes in (("dram", row.dram_floor_unmet), ("ssd", row.ssd_floor_unmet)):
+            if nbytes:
+                salt, size = shown(row.policy.salt), format_size(nbytes)
+                yield f"{salt}: {size} of its {tier} floor have no room on the nodes that are here"
 
 
 def default_text(listed: control.TenantList) -> str:

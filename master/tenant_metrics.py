@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ from kvstrata.master.state import MasterState
 from kvstrata.master.tenancy import TIERS, by_tier, used_of
 from kvstrata.master.tenants import Tenants
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.status import Tier
 
 #: Salts that may be label values. Policies are made by operators, so these are few, and theirs.
 NAMED_MAX: Final = 64
@@ -29,6 +30,7 @@ class _Totals:
     refused: dict[str | None, int]
     outstanding: int
     waiting: int
+    unmet: Mapping[Tier, int]
 
 
 def tenant_metrics(hub: Hub, tenants: Tenants) -> Iterable[Metric]:
@@ -63,6 +65,14 @@ def tenant_metrics(hub: Hub, tenants: Tenants) -> Iterable[Metric]:
         "Shares that wait for another node to let go, or for the state store",
         value=totals.waiting,
     )
+    unmet = GaugeMetricFamily(
+        "kvstrata_master_floor_bytes_unmet",
+        "Bytes of tenants' floors for which the nodes that are here have no room",
+        labels=["tier"],
+    )
+    for tier_of, nbytes in totals.unmet.items():
+        unmet.add_metric([tier_of.name.lower()], nbytes)
+    yield unmet
     yield _what_if(tenants, sorted(name for name in totals.refused if name is not None))
 
 
@@ -99,7 +109,7 @@ def _totals(state: MasterState) -> _Totals:
     for salt, tenant in quotas.tenants():
         name = salt if salt in named else None
         refused[name] = refused.get(name, 0) + tenant.refused
-    return _Totals(used, limits, refused, quotas.outstanding, quotas.waiting)
+    return _Totals(used, limits, refused, quotas.outstanding, quotas.waiting, quotas.floors_missing)
 
 
 def _label(name: str | None) -> str:

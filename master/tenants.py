@@ -146,7 +146,13 @@ def _list(state: MasterState, salts: Iterable[str], limit: int) -> control.Tenan
 def _row(state: MasterState, salt: str, blocks: int) -> control.TenantRow:
     quotas = state.quotas
     policy = quotas.policy_of(salt)
-    row = control.TenantRow(policy=policy_message(policy), defined=quotas.defined(salt), blocks=blocks)
+    row = control.TenantRow(
+        policy=policy_message(policy),
+        defined=quotas.defined(salt),
+        blocks=blocks,
+        dram_floor_unmet=quotas.unmet(salt, Tier.DRAM),
+        ssd_floor_unmet=quotas.unmet(salt, Tier.SSD),
+    )
     tenant = quotas.tenant(salt)
     for node_id, member in quotas.nodes.items():
         usage = member.usage.get(salt)

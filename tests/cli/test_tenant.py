@@ -128,6 +128,15 @@ def test_a_tenant_in_full(master: FakeTenants) -> None:
     assert got["what_if"][0]["hit_rate"] == 0.125 and got["defined"] is False
 
 
+@pytest.mark.parametrize("command", [["list"], ["get", "a"]])
+def test_a_floor_without_room_is_said(master: FakeTenants, command: list[str]) -> None:
+    master.rows["a"] = control.TenantRow(ssd_floor_unmet=3 * GIB)
+    master.rows["b"] = control.TenantRow()
+    said = tenant(master, *command).stderr
+    assert said.splitlines() == ["warning: a: 3GiB of its ssd floor have no room on the nodes that are here"]
+    assert answer(master, "get", "a")["ssd_floor_unmet"] == 3 * GIB
+
+
 def test_a_salt_cannot_paint_on_the_terminal_or_turn_into_a_number(master: FakeTenants) -> None:
     for salt in ("[bold red]x[/]", "\x1b[2Jx", "007"):
         master.rows[salt] = control.TenantRow(blocks=1)

@@ -242,7 +242,8 @@ def test_metrics_name_tenants_with_a_policy_and_sum_the_others(
 ) -> None:
     n1 = node("n1").attach()
     stub.SetTenant(control.TenantSet(policy=policy(dram_limit=GIB // 2)))
-    stub.SetTenant(control.TenantSet(policy=policy("", dram_limit=5)))
+    changed = stub.SetTenant(control.TenantSet(policy=policy("", dram_limit=5, ssd_floor=GIB)))
+    assert changed.after.ssd_floor_unmet == GIB
     stub.SetTenant(control.TenantSet(policy=policy("(others)", dram_limit=GIB // 2)))
     for salt in (SALT, "x", "y", "(others)", ""):
         n1.say(status=usage(salt, MIB))
@@ -255,5 +256,7 @@ def test_metrics_name_tenants_with_a_policy_and_sum_the_others(
     assert limits == {SALT: GIB // 2, "(empty)": 5}
     wanted = {s.labels["salt"]: s.value for s in families["kvstrata_master_tenant_wanted_bytes"]}
     assert wanted == {SALT: 5, "(others)": 5, "(empty)": 5}
+    unmet = {s.labels["tier"]: s.value for s in families["kvstrata_master_floor_bytes_unmet"]}
+    assert unmet == {"dram": 0, "ssd": GIB}
     assert families["kvstrata_master_shares_outstanding"][0].value > 0
     assert families["kvstrata_master_what_if_unheard"][0].value == 0
