@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvstrata.proto.status import Tier
 from kvstrata.storage.movers import header
+from kvstrata.storage.orders import LruOrder, Order
 from kvstrata.storage.quotas import NodeShare
 from kvstrata.storage.records import VISIBLE, Block
 from kvstrata.storage.ssd_policy import SsdPolicy
@@ -30,10 +31,11 @@ class TierNode(Node):
         policy: SsdPolicy = SsdPolicy.DEMOTE,
         daily_writes: int | None = None,
         store: MemoryStore | None = None,
+        order: Callable[[], Order] = LruOrder,
     ) -> None:
         super().__init__(slabs, block_bytes)
         self.store_ = store or MemoryStore(extents)
-        self.state = NodeState(self.arena, ssd=self.store_)
+        self.state = NodeState(self.arena, ssd=self.store_, order=order)
         assert self.state.ssd is not None
         self.ssd = self.state.ssd
         self.handle = self.state.open_namespace(self.namespace)[0]
