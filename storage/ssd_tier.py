@@ -81,6 +81,8 @@ class SsdTier:
     def start(self, loops: Loops) -> None:
         self.movers.start(loops)
         loops.add(Loop("ssd-devices", WATCH_S, self._watch, bound_s=10.0))
+        for loop in self.store.loops:
+            loops.add(loop)
 
     # ------------------------------------------------------------------ at work
 

@@ -17,6 +17,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.records import Block
+from kvstrata.transfer.loops import Loop
 
 #: Bytes that devices read and write at a time: every offset, length and address is a multiple of it.
 SECTOR_BYTES: Final = 4096
@@ -108,6 +109,8 @@ class SsdStore(Protocol):
     """One or several devices. Calls block, are thread-safe, and never raise for what a device does."""
 
     arena: Arena[Extent]
+    #: Work of its own, not begun: who owns the store starts it after the scan, and stops it before the close.
+    loops: Sequence[Loop]
 
     def slot_bytes(self, block_bytes: int) -> int:
         """Header and payload, in whole sectors."""

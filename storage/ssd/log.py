@@ -63,8 +63,9 @@ class SsdLog:
         start = max(device.superblock.starts for device in devices)
         self.arena.pass_generation(start << START_BITS)
         self._removals = RemovalBook(self._devices, start << START_BITS, clock)
-        #: Compacts the removal logs; its health is the node's.
+        #: Compacts the removal logs.
         self.loop = Loop("ssd-removals", _COMPACT_PERIOD_S, self._removals.tend, bound_s=_COMPACT_BOUND_S)
+        self.loops = (self.loop,)
         self._removals.wake = self.loop.wake
         self._closed = False
 
@@ -101,7 +102,6 @@ class SsdLog:
 
         report = recover(self._devices, self.arena.slabs, self._removals, noted, self._clock)
         self._forget_keys_but_of(salts)
-        self.loop.start()
         return report
 
     def write(self, items: Sequence[tuple[Block, SlotHeader, memoryview]]) -> list[bool]:
@@ -184,7 +184,7 @@ class SsdLog:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.loop.stop()
+            self.loop.stop()  # it has ended, unless its owner could not wait for it
             for device in self._devices:
                 device.close()
 

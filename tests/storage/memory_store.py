@@ -20,6 +20,7 @@ from kvstrata.storage.ssd.base import (
     ScanReport,
     SlotHeader,
 )
+from kvstrata.transfer.loops import Loop
 
 EXTENT_BYTES = 256 << 10
 
@@ -34,6 +35,8 @@ class Disk:
 
 class MemoryStore:
     """``open_gate`` cleared: reads and writes wait. ``fails``: hashes by what their next reads say."""
+
+    loops: Sequence[Loop] = ()
 
     def __init__(
         self, extents: int = 8, disk: Disk | None = None, devices: int = 1, *, extent_bytes: int = EXTENT_BYTES

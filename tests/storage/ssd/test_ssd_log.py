@@ -327,7 +327,6 @@ def test_what_one_removal_log_lost_another_has(tmp_path: Path) -> None:
 
 def test_a_log_that_fills_up_is_compacted_while_blocks_come_and_go(tmp_path: Path) -> None:
     store = Store([tmp_path]).scan()
-    store.log.loop.stop()
     versions = versions_of(range(10))
     store.write(versions)
     removed = 0
@@ -347,7 +346,6 @@ def test_a_log_that_fills_up_is_compacted_while_blocks_come_and_go(tmp_path: Pat
 def test_compaction_blanks_what_it_forgets(tmp_path: Path) -> None:
     """So many different removals that folding them is not enough."""
     store = Store([tmp_path]).scan()
-    store.log.loop.stop()
     versions = versions_of(range(10))
     store.write(versions)
     assert store.remove([key(3)])
