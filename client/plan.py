@@ -61,18 +61,30 @@ def by_node(codes: npt.NDArray[np.uint16], positions: Positions | None, limit: i
     return out
 
 
-def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: int) -> list[Part]:
+def memory_first(parts: Sequence[Part], on_ssd: npt.NDArray[np.bool_], piece: int, last: int) -> list[Part]:
     """One node's parts in the order in which their bytes can come.
 
-    Those in memory first, then those on SSD in their own order, in parts of at most ``piece`` blocks. ``on_ssd``
-    covers the whole call. Without any on SSD: the parts as they are.
+    Those in memory first, then those on SSD in their own order, in parts of at most ``piece`` blocks that taper to
+    ``last`` (see :func:`tapered`). ``on_ssd`` covers the whole call. Without any on SSD: the parts as they are.
     """
     mine = np.concatenate([positions_of(part.where) for part in parts])
     late = mine[on_ssd[mine]]
     if not len(late):
         return list(parts)
     node = parts[0].node
-    return [*pieces_of_node(node, mine[~on_ssd[mine]], piece), *pieces_of_node(node, late, piece)]
+    return [*pieces_of_node(node, mine[~on_ssd[mine]], piece), *tapered(node, late, piece, last)]
+
+
+def tapered(node: int, positions: Positions, piece: int, last: int) -> Iterator[Part]:
+    """``positions``, in order, in parts of at most ``piece``, each of half of what is left but no fewer than ``last``.
+
+    Nothing overlaps with the copy of the final part, so it is small; the others are large, because each is a
+    round trip.
+    """
+    while left := len(positions):
+        count = min(piece, max(last, left // 2))
+        yield from pieces_of_node(node, positions[:count], count)
+        positions = positions[count:]
 
 
 def stripes(codes: npt.NDArray[np.uint16], states: npt.NDArray[np.uint8], limit: int) -> list[list[Part]]:

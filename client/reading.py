@@ -37,6 +37,8 @@ _SSD: Final = int(Tier.SSD)
 
 #: What is read from SSD comes in pieces of so many bytes: one is copied while the node reads the next.
 PIECE_BYTES: Final = 32 << 20
+#: The last ones are smaller, down to this: nothing is read any more while the last one is copied.
+LAST_PIECE_BYTES: Final = 8 << 20
 #: Blocks for which a node had no room are asked for again so often, in ever smaller pieces.
 ROOM_TURNS: Final = 3
 
@@ -145,8 +147,9 @@ class Reader:
         peer = self._peers.get(node)
         if peer is None or on_ssd is None:
             return self._fetch_all(work, node, peer, parts, None)
-        piece = max(1, PIECE_BYTES // work.asked.namespace.block_bytes)
-        parts = memory_first(parts, on_ssd, piece)
+        block_bytes = work.asked.namespace.block_bytes
+        piece, last = max(1, PIECE_BYTES // block_bytes), max(1, LAST_PIECE_BYTES // block_bytes)
+        parts = memory_first(parts, on_ssd, piece, last)
         mine = np.concatenate([positions_of(part.where) for part in parts])
         ahead = ReadAhead(work.asked, peer, mine)
         moved = self._fetch_all(work, node, peer, parts, ahead)

@@ -157,11 +157,23 @@ def test_blocks_without_room_are_asked_for_again_in_smaller_pieces(
     ]
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 5))
-def test_memory_first_moves_every_position_once_and_in_order(on_ssd: list[bool], piece: int, cut: int) -> None:
+def test_pieces_taper_so_that_the_last_copy_is_short(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.client.reading.PIECE_BYTES", 8 * SIZE)
+    monkeypatch.setattr("kvstrata.client.reading.LAST_PIECE_BYTES", 2 * SIZE)
+    at = world(24).on_ssd(*range(24))
+    at.load()
+    assert [len(names) for what, names in at.calls() if what == "fetch"] == [8, 8, 4, 2, 2]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
+def test_memory_first_moves_every_position_once_and_in_order(
+    on_ssd: list[bool], piece: int, last: int, cut: int
+) -> None:
     mask = np.array(on_ssd)
     whole = [Part(7, slice(low, min(low + cut, len(mask)))) for low in range(0, len(mask), cut)]
-    parts = memory_first(whole, mask, piece)
+    parts = memory_first(whole, mask, piece, last)
     served = np.concatenate([positions_of(part.where) for part in parts]).tolist()
     if mask.any():
         assert served == np.flatnonzero(~mask).tolist() + np.flatnonzero(mask).tolist()
