@@ -65,7 +65,7 @@ class SsdLog:
         self._removals = RemovalBook(self._devices, start << START_BITS, clock)
         #: Compacts the removal logs.
         self.loop = Loop("ssd-removals", _COMPACT_PERIOD_S, self._removals.tend, bound_s=_COMPACT_BOUND_S)
-        self.loops = (self.loop,)
+        self.loops: Sequence[Loop] = (self.loop,)
         self._removals.wake = self.loop.wake
         self._closed = False
 
