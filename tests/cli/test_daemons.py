@@ -197,3 +197,19 @@ def _until(condition: Callable[[], bool], seconds: float = 15) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.05)
+
+
+def test_a_node_with_a_key_for_its_ssd(start: Start, tmp_path: Path) -> None:
+    key, data = tmp_path / "key", ["--data", str(tmp_path / "node"), "--ssd", f"{tmp_path / 'ssd'}=16MiB"]
+    key.touch(0o600)
+    key.write_text("5a" * 32)
+    node = ["storage", "--master", "127.0.0.1:1", "--listen", FREE, "--http", FREE, "--dram", "8MiB", *data]
+    child, ready = start(*node, "--ssd-key-file", str(key))
+    assert ready["ssd_encrypted"] is True
+    child.kill()
+    child.wait(10)
+
+    command = [sys.executable, "-m", "kvstrata.cli.app", *node]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "give --ssd-key-file as before" in " ".join(done.stderr.split())

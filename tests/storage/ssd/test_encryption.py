@@ -188,6 +188,19 @@ def test_other_keys_than_a_devices_are_refused(tmp_path: Path) -> None:
     again.close()
 
 
+def test_keys_are_kept_before_a_device_says_that_it_has_them(tmp_path: Path) -> None:
+    """As after an end of the process right after its devices were laid out."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(ConfigError, match=r"cannot write .*ssd-keys: no space"):
+        Store([tmp_path / "ssd"], keys=TenantKeys(tmp_path / "ssd-keys", OPERATOR, replace=full))
+    Store([tmp_path / "ssd"], keys=keys_of(tmp_path)).close()
+    assert keys_of(tmp_path).found
+    encrypted(tmp_path).close()
+
+
 def test_a_second_device_joins_the_same_keys(tmp_path: Path) -> None:
     encrypted(tmp_path).close()
     keys = keys_of(tmp_path)
