@@ -52,6 +52,7 @@ class SsdLog:
     ) -> None:
         self._devices = list(devices)
         self._keys = keys
+        self._keys_problem = ""
         self._clock = clock
         extents: list[Extent] = []
         # By turns, so that devices fill side by side.
@@ -193,8 +194,11 @@ class SsdLog:
         if self._keys is not None:
             try:
                 self._keys.ensure(item.header.salt for item in items)
+                self._keys_problem = ""
             except OSError as error:
-                log.error("a tenant's key cannot be kept: its blocks do not go to SSD", reason=str(error))
+                if str(error) != self._keys_problem:  # once, not with each write
+                    log.error("a tenant's key cannot be kept: its blocks do not go to SSD", reason=str(error))
+                self._keys_problem = str(error)
         return self._with_ciphers(items)
 
     def _with_ciphers(self, items: list[Item]) -> list[Item]:
