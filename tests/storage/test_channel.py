@@ -31,7 +31,7 @@ from kvstrata.transfer.regions import Region, shareable
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
 
-from .conftest import keys, payload, until
+from .conftest import key, keys, payload, until
 
 NAMESPACE = Namespace("model", 5000, 16)
 
@@ -354,3 +354,15 @@ def test_a_killed_writer_frees_its_slots_though_its_child_holds_the_socket(runni
         writer.kill()
         writer.wait()
         writer.stdout.close()
+
+
+def test_reading_ahead_without_an_ssd_marks_blocks_as_used(running: StorageNode, raw: Connection) -> None:
+    number = handle(raw)
+    for numbers in (range(2), range(2, 4)):
+        data = b"x" * (NAMESPACE.block_bytes * 2)
+        assert write(raw, reserve(raw, numbers).reservation, data, digests(data)) == [BlockStatus.STORED] * 2
+    ask = pb.Acquire(ns=number, hashes=keys([0, 1, 9]), mode=2, deadline_ms=1000)
+    answer = expect(pb.AcquireOk, raw.call(Kind.ACQUIRE, ask.SerializeToString()), Kind.ACQUIRE_OK)
+    assert list(answer.status) == [BlockStatus.LOADED, BlockStatus.LOADED, BlockStatus.MISSING]
+    coldest = [block.hash for block in running.state.inventory.coldest_blocks(2)]
+    assert coldest == [key(3), key(2)], "what nobody asked for since it was stored"
