@@ -677,3 +677,14 @@ def test_weights_of_the_past_are_told_once_and_the_pool_stays(
     assert caplog.text.count("takes no blocks of this engine") == 1
     engine.side.start(RESET)
     assert not engine.side.take_output().superseded
+
+
+def test_a_store_that_a_reset_finds_in_its_call_counts_as_not_done(start: Start, client: ScriptedClient) -> None:
+    engine = start()
+    client.storing.shut()
+    engine.store(store(1, names(1), [1]))
+    client.storing.came()
+    engine.side.start(RESET)
+    until(lambda: ready(engine))
+    client.storing.open()
+    assert engine.outcome(1).done == b"\0" and engine.outcome(1).reasons == {"aborted": 1}
