@@ -15,8 +15,8 @@ from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.admission import Admission
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.eviction_policy import EvictionPolicy
 from kvstrata.storage.grid import SlotGrid
-from kvstrata.storage.isolated_lru import EvictionPolicy
 from kvstrata.storage.orders import HINTED
 from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf

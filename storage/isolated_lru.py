@@ -16,52 +16,21 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import Final, Protocol
+from typing import Final
 
+from kvstrata.storage.keeps import Keeps
 from kvstrata.storage.orders import HINTED, LruOrder, Order
-from kvstrata.storage.queues import Group, Keep, Queue, Tenant, coldest, in_turn
+from kvstrata.storage.queues import Group, Queue, Tenant, coldest, in_turn
 from kvstrata.storage.records import VISIBLE, Block, Shelf
 
 #: A heap is rebuilt when it holds this many entries and most of them are stale.
 HEAP_SLACK: Final = 64
 #: A tenant that has used nothing for so long has no part in what floors leave.
 IDLE_S: Final = 600.0
-#: Hints may keep one part in this many of what their tenant uses.
-KEEP_SHARE: Final = 2
-
-
-class EvictionPolicy(Protocol):
-    """Who leaves when there is no room. Told of every visible block, and of every byte charged."""
-
-    charges: Counter[str]
-    stamp: int
-    now: float
-    capacity: int
-
-    def charge(self, salt: str, nbytes: int) -> None: ...
-    def discharge(self, salt: str, nbytes: int) -> None: ...
-    def set_floors(self, floors: Mapping[str, int]) -> None: ...
-    def over(self, salt: str) -> int: ...
-    def may_lose(self, salt: str, nbytes: int) -> bool: ...
-    def next_stamp(self) -> int: ...
-    def insert(self, blocks: Sequence[Block]) -> None: ...
-    def touch(self, blocks: Sequence[Block]) -> None: ...
-    def discard(self, block: Block) -> None: ...
-    def unprotect(self, block: Block) -> None: ...
-    def retire(self, shelf: Shelf) -> int: ...
-    def victim(self, slot_bytes: int, salt: str, before: int) -> Block | None: ...
-    def own_victim(self, salt: str, before: int) -> Block | None: ...
-    def shelves_of(self, salt: str) -> list[Shelf]: ...
-    def coldest_blocks(self, limit: int) -> Iterator[Block]: ...
-    def keep(self, blocks: Sequence[Block], until: float) -> int: ...
-    def forget(self, blocks: Sequence[Block]) -> int: ...
-    def cool(self, blocks: Sequence[Block]) -> int: ...
-    def lapse(self) -> int: ...
-    def check(self) -> None: ...
 
 
 class IsolatedLRU:
-    """The :class:`EvictionPolicy` of both tiers. All calls O(1) a block, amortised, but for the heaps' logs.
+    """The ``EvictionPolicy`` of both tiers. All calls O(1) a block, amortised, but for the heaps' logs.
 
     ``now`` and ``capacity`` (bytes of the tier) are set by the inventory. Blocks of one call are of one shelf.
     """
@@ -78,8 +47,7 @@ class IsolatedLRU:
         self._active: OrderedDict[Tenant, None] = OrderedDict()
         #: slot size -> heaps of the groups of active and of idle tenants, by charge above floor, greatest first
         self._heaps: dict[int, tuple[list[tuple[int, int, Group]], list[tuple[int, int, Group]]]] = {}
-        self._keeps: list[tuple[float, int, Keep]] = []
-        self._keeping: dict[Tenant, None] = {}
+        self._keeps = Keeps(self.charges)
         self._serial = count(1)
 
     # ------------------------------------------------------------------ charges, floors, fair shares
@@ -191,7 +159,7 @@ class IsolatedLRU:
         assert queue is not None
         queue.home(block).remove(block)
         if block.keep is not None:
-            self._unkeep(block)
+            self._keeps.end(block)
         block.queue = None
         queue.count -= 1
         if not queue.count:
@@ -365,30 +333,18 @@ class IsolatedLRU:
         queue = blocks[0].queue
         assert queue is not None and queue.group is not None
         tenant = queue.group.tenant
-        slot_bytes = queue.group.slot_bytes
-        blocks = blocks[: self.charges[tenant.salt] // KEEP_SHARE // slot_bytes]
+        blocks = blocks[: self._keeps.most(tenant) // queue.group.slot_bytes]
         if not blocks:
             return 0
-        keep = Keep(until)
         for block in blocks:
             queue.home(block).remove(block)
-            if block.keep is not None:
-                self._unkeep(block)
-            block.keep = keep
-            keep.blocks[block] = None
+        self._keeps.begin(tenant, blocks, until)
         if queue.kept is None:
             queue.kept = LruOrder()
         queue.kept.insert(blocks, self.stamp)
         if queue.group.entry is None:
             self._list_group(queue.group)
-        tenant.keeps[keep] = None
-        tenant.kept_bytes += len(blocks) * slot_bytes
-        self._keeping[tenant] = None
-        self._cap_keeps(tenant)
-        heapq.heappush(self._keeps, (until, next(self._serial), keep))
-        if len(self._keeps) > HEAP_SLACK + 2 * sum(len(one.keeps) for one in self._keeping):
-            self._keeps = [entry for entry in self._keeps if entry[2].blocks]
-            heapq.heapify(self._keeps)
+        self._release_all(self._keeps.above(tenant))
         return len(blocks)
 
     def forget(self, blocks: Sequence[Block]) -> int:
@@ -411,19 +367,14 @@ class IsolatedLRU:
 
     def lapse(self) -> int:
         """End hints whose time is over, and those above what their tenants may keep now; how many blocks."""
-        lapsed = 0
-        while self._keeps and self._keeps[0][0] <= self.now:
-            keep = heapq.heappop(self._keeps)[2]
-            lapsed += len(keep.blocks)
-            self._release(list(keep.blocks))
-        for tenant in list(self._keeping):
-            lapsed += self._cap_keeps(tenant)
+        lapsed = self._release_all(self._keeps.over_by(self.now))
+        for tenant in list(self._keeps.tenants):
+            lapsed += self._release_all(self._keeps.above(tenant))
         return lapsed
 
-    def _cap_keeps(self, tenant: Tenant) -> int:
+    def _release_all(self, ending: Iterator[list[Block]]) -> int:
         lapsed = 0
-        while tenant.keeps and tenant.kept_bytes * KEEP_SHARE > self.charges[tenant.salt]:
-            blocks = list(next(iter(tenant.keeps)).blocks)
+        for blocks in ending:
             lapsed += len(blocks)
             self._release(blocks)
         return lapsed
@@ -435,7 +386,7 @@ class IsolatedLRU:
             queue = block.queue
             assert queue is not None
             queue.home(block).remove(block)
-            self._unkeep(block)
+            self._keeps.end(block)
             front = queue.entry[0] if queue.entry is not None else HINTED
             if 2 * block.stamp >= front + self.stamp:
                 hot.append(block)
@@ -452,29 +403,16 @@ class IsolatedLRU:
             if queue.entry is None:
                 self._list(queue, block.stamp)
 
-    def _unkeep(self, block: Block) -> None:
-        keep, block.keep = block.keep, None
-        assert keep is not None
-        del keep.blocks[block]
-        tenant = self._tenants[block.shelf.salt]
-        tenant.kept_bytes -= block.slab.slot_bytes
-        if not keep.blocks:
-            del tenant.keeps[keep]
-            if not tenant.keeps:
-                self._keeping.pop(tenant, None)
-
     # ------------------------------------------------------------------ proof
 
     def check(self) -> None:
         """Assert that each visible block is in exactly one queue, and all that may leave can be found. O(blocks)."""
         assert all(amount > 0 for amount in self.charges.values()), f"charges of nothing: {self.charges}"
         assert self._tenants.keys() == self.charges.keys(), "tenants without charges, or charges without tenants"
-        assert self._keeping.keys() == {tenant for tenant in self._tenants.values() if tenant.keeps}
+        self._keeps.check(self._tenants.values())
         for salt, tenant in self._tenants.items():
             assert tenant.salt == salt and tenant.floor == self._floor_by_salt.get(salt, 0)
             assert tenant.idle != (tenant in self._active)
-            kept = sum(block.slab.slot_bytes for keep in tenant.keeps for block in keep.blocks)
-            assert kept == tenant.kept_bytes, f"{salt!r}: {tenant.kept_bytes} bytes counted as kept, {kept} are"
             for slot_bytes, group in tenant.groups.items():
                 assert group.tenant is tenant and group.slot_bytes == slot_bytes and group.queues
                 self._check_group(group)

@@ -10,12 +10,12 @@ from kvstrata.storage.records import Block, Shelf
 
 
 class Keep:
-    """Blocks of one shelf that one hint holds back until a time."""
+    """Blocks of one shelf that one hint of a tenant holds back."""
 
-    __slots__ = ("blocks", "until")
+    __slots__ = ("blocks", "tenant")
 
-    def __init__(self, until: float) -> None:
-        self.until = until
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
         self.blocks: dict[Block, None] = {}
 
 

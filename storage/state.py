@@ -17,8 +17,9 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.eviction_policy import EvictionPolicy
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.isolated_lru import EvictionPolicy, IsolatedLRU
+from kvstrata.storage.isolated_lru import IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
 from kvstrata.storage.namespaces import NamespaceBook
 from kvstrata.storage.orders import LruOrder, Order

@@ -18,7 +18,7 @@ MakeNode = Callable[..., Node]
 
 
 def hint(node: Node, numbers: range | list[int], kind: HintKind, until: float = 0.0, salt: str = "") -> int:
-    changed = node.state.inventory.hint(shelf(node, salt), [key(number) for number in numbers], kind, until)
+    changed = len(node.state.inventory.hint(shelf(node, salt), [key(number) for number in numbers], kind, until))
     node.state.check()
     return changed
 
@@ -193,7 +193,7 @@ def test_what_is_kept_outlives_newer_blocks_of_another_size(make_node: MakeNode)
     node.store(range(20))
     node.store([500], handle=large)
     kept = node.state.inventory.shelves[large, ""]
-    assert node.state.inventory.hint(kept, [key(500)], HintKind.KEEP, node.now + 1e6) == 1
+    assert len(node.state.inventory.hint(kept, [key(500)], HintKind.KEEP, node.now + 1e6)) == 1
     node.state.quotas.apply([NodeShare("", 20 * BLOCK + slot)], [], True, None, 0.0, node.now)
     flood(node, 60)
     assert key(500) in kept.blocks and node.state.inventory.policy.charges[""] == 20 * BLOCK + slot
@@ -217,7 +217,7 @@ def test_hints_that_end_leave_nothing_behind(make_node: MakeNode) -> None:
         hint(node, range(turn % 5, 10), HintKind.KEEP, node.now + 1e6)
     assert len(policy._keeps) < 200, "the same blocks kept anew: older entries go"
     hint(node, range(20), HintKind.FORGET)
-    assert not policy._keeping and not any(block.keep for block in node.state.inventory.blocks())
+    assert not policy._keeps.tenants and not any(block.keep for block in node.state.inventory.blocks())
 
 
 def test_the_coldest_are_looked_at_queue_by_queue(make_node: MakeNode) -> None:

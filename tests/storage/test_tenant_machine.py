@@ -124,7 +124,7 @@ class TenantMachine(NodeMachine):
             hashes = keys(range(start, start + count))
             wanted = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
             there = {key for key in wanted if key in shelf.blocks and shelf.blocks[key].state == VISIBLE}
-            changed = tier.hint(shelf, wanted, kind, self.now + seconds)
+            changed = len(tier.hint(shelf, wanted, kind, self.now + seconds))
             assert changed <= len(there)
             kept = sum(block.slab.slot_bytes for block in tier.blocks() if block.keep and block.shelf.salt == salt)
             assert kept * 2 <= self.used(tier, salt) or kind != HintKind.KEEP or not changed
