@@ -38,6 +38,15 @@ class Tiers(RuleBasedStateMachine):
         status = self.node.store(numbers, self.version, epoch=self.epoch)
         self.truth.update((n, self.version) for n, s in zip(numbers, status, strict=True) if s == BlockStatus.STORED)
 
+    @rule(start=st.integers(0, 35), count=st.integers(1, 8))
+    def grow(self, start: int, count: int) -> None:
+        """A piece of one chain of all numbers: it may be longer than the memory."""
+        numbers = list(range(start, min(start + count, 40)))
+        parent = key(start - 1) if start else b""
+        self.version += 1
+        status = self.node.store(numbers, self.version, parent=parent, first_index=start, epoch=self.epoch)
+        self.truth.update((n, self.version) for n, s in zip(numbers, status, strict=True) if s == BlockStatus.STORED)
+
     @rule(nbytes=st.sampled_from([4096, 16384, 1 << 20]), everything=st.booleans())
     def begin_demotion(self, nbytes: int, everything: bool) -> None:
         move = self.node.moves.demotions(nbytes, self.node.now, everything=everything)
