@@ -146,6 +146,29 @@ def test_a_bump_while_blocks_are_promoted(pool: TieredPool) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_handle_of_older_weights_is_not_given_newer_bytes(pool: TieredPool, transport: str) -> None:
+    """Its client knows where the blocks were, and asks the node itself: there are others under these keys now."""
+    weights = Weights.of(f"pinned/{transport}")
+    with (
+        Client(pool.address) as writer,
+        Client(pool.address, transport=transport, transfer_deadline_ms=10_000) as reader,
+        AdminClient(pool.address) as admin,
+    ):
+        weights.store(writer, 0)
+        old = weights.open(reader)
+        into = np.zeros_like(weights.data[0])
+        rows = reader.register(into).rows(old)
+        assert reader.load(old, "", weights.hashes, rows).loaded.all()
+        assert not list(admin.bump_epoch(weights.group).unreached)
+        weights.store(writer, 1)
+        into[:] = 0
+        assert not reader.load(old, "", weights.hashes, rows).loaded.any()
+        new = weights.open(reader)
+        got = reader.load(new, "", weights.hashes, rows)
+        assert got.loaded.all() and weights.epochs_of(into, got.loaded) == {1}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_bump_while_blocks_are_stored_leaves_none_of_them(pool: TieredPool, transport: str) -> None:
     weights = Weights.of(f"store/{transport}", 256)
     with (

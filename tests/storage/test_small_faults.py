@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import Kind
@@ -182,12 +183,14 @@ def garbage_everywhere(node: StorageNode, peer: Peer) -> None:
         free -= 16 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("how", ["lapse", "bump"])
 @pytest.mark.parametrize("source", ["dram", "ssd"])
 @pytest.mark.parametrize("count", [1, 8], ids=["one", "batch"])
 def test_a_lease_that_lapses_while_its_blocks_are_copied_gives_no_bytes(
-    build: Callable[..., StorageNode], monkeypatch: pytest.MonkeyPatch, source: str, count: int
+    build: Callable[..., StorageNode], monkeypatch: pytest.MonkeyPatch, source: str, count: int, how: str
 ) -> None:
-    """The node's clock runs ahead, so that it ends the lease that its reader still believes in."""
+    """The node's clock runs ahead, so that it ends the lease that its reader still believes in; or the weights
+    change, which no lease holds up: their bytes are as they were, and must not be given after the confirmation."""
     node = build()
     node.start()
     peer, writer = (ShmTransport(Identity.new()).connect(endpoint(node)) for _ in range(2))
@@ -199,11 +202,16 @@ def test_a_lease_that_lapses_while_its_blocks_are_copied_gives_no_bytes(
     if source == "ssd":
         forget_memory(node)
     ensure, get = peer.slabs.ensure, peer.slabs.get
-    lapsed = []
+    lapsed: list[bool] = []
+    done: list[control.CommandDone] = []
 
     def lapse() -> None:
         if not lapsed:
             lapsed.append(True)
+            if how == "bump":
+                node.commands.advance(control.NamespaceEpoch(group="model", epoch=1, command=1), done.append)
+                until(lambda: bool(done))
+                return
             with node.lock:
                 node.state.leases.expire(time.monotonic() + 1000.0)
             garbage_everywhere(node, writer)
