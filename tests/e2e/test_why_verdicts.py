@@ -146,19 +146,26 @@ def test_a_load_that_failed(client: Client, admin: AdminClient) -> None:
     until(lambda: admin.explain(request="failed-2").verdict == "load_failed")
 
 
-def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(client: Client, pool: TieredPool) -> None:
+def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(
+    client: Client, admin: AdminClient, pool: TieredPool
+) -> None:
     """Every block once, whatever became of it; the client's count is what the node's must add up to."""
-    asked_before, node_before = _master(pool), _nodes(pool)
     here = Tenant(client, "sum", 24, chain="here").stored()
+    admin.set_tenant(control.TenantPolicy(salt="sum", dram_limit=8 * DRAM_SLOT))  # the others are on SSD only
+    until(lambda: sum(int(pool.tenants(node, "sum")[0]["dram_bytes"]) for node in range(2)) <= 8 * DRAM_SLOT)
+    asked_before, node_before = _master(pool), _nodes(pool)
     absent = Tenant(client, "sum", 9, chain="absent")
+    one = Tenant(client, "sum", 1, chain="here")
+    one.hashes, one.data = here.hashes[-16:], here.data[-1:]
     looked = loaded = tiers = 0
     for tenant in (here, absent, here):
         tenant.lookup()
         looked += tenant.count
-    for _ in range(3):
-        got = here.load()
-        loaded += here.count
+    for part in (one, here, one):
+        got = part.load()
+        loaded += int(got.loaded.sum())
         tiers += int((got.tiers == Tier.SSD).sum())
+    assert tiers, "the deepest block was on SSD only"
     after = _master(pool)
     polled = after["asked"] - asked_before["asked"]
     assert polled >= looked
@@ -166,8 +173,9 @@ def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(client:
     assert after["misses"] - asked_before["misses"] >= absent.count
     node_after = _nodes(pool)
     read = {name: node_after.get(name, 0) - node_before.get(name, 0) for name in node_after}
-    assert sum(read.values()) == loaded, read
-    assert read["hit_dram"] + read["hit_ssd"] == loaded and read["hit_ssd"] == tiers
+    assert read["hit_dram"] + read["hit_ssd"] == loaded and read["hit_ssd"] == tiers, read
+    asked = sum(pool.health(index)["counts"]["blocks_asked"] for index in range(2))
+    assert sum(node_after.values()) == asked, node_after
 
 
 def _master(pool: TieredPool) -> dict[str, float]:
