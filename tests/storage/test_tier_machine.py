@@ -25,7 +25,7 @@ class Tiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.node = TierNode(2, 2)
+        self.node = TierNode(2, 2, block_bytes=8192)
         self.truth: dict[int, int] = {}
         self.version = 0
         self.moves: list[Move] = []
@@ -38,7 +38,7 @@ class Tiers(RuleBasedStateMachine):
         status = self.node.store(numbers, self.version, epoch=self.epoch)
         self.truth.update((n, self.version) for n, s in zip(numbers, status, strict=True) if s == BlockStatus.STORED)
 
-    @rule(start=st.integers(0, 35), count=st.integers(1, 8))
+    @rule(start=st.integers(0, 35), count=st.integers(1, 16))
     def grow(self, start: int, count: int) -> None:
         """A piece of one chain of all numbers: it may be longer than the memory."""
         numbers = list(range(start, min(start + count, 40)))
@@ -135,7 +135,7 @@ class Tiers(RuleBasedStateMachine):
         before = self.node
         flushed = set(before.on_ssd(range(40)))
         before.arena.close()
-        self.node = TierNode(2, store=MemoryStore(2, before.store_.disk))
+        self.node = TierNode(2, store=MemoryStore(2, before.store_.disk), block_bytes=8192)
         self.node.now = before.now
         recover(self.node.store_, self.node.state, self.node.now)
         self.node.state.set_epoch("model", self.epoch, self.node.now)
