@@ -44,6 +44,8 @@ class MemoryStore:
         each = [Extent(i, extent_bytes, i % devices, i * extent_bytes) for i in range(extents)]
         self.arena = Arena(each, extent_bytes)
         self.disk = disk or Disk()
+        # As a real log's: what is written after a restart is newer than all that was removed before it.
+        self.arena.pass_generation(max((removal.below for removal in self.disk.removals), default=0))
         self.open_gate = threading.Event()
         self.open_gate.set()
         self.fails: dict[bytes, BlockStatus] = {}
