@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.probing import Keys
+from kvstrata.master.directory.directory import Directory, TableKey
+from kvstrata.master.directory.probing import Keys
 
 TENANT = TableKey(0, 0, "tenant")
 BATCH = 4096

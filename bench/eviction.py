@@ -27,13 +27,13 @@ from kvstrata.cli.replay.schedule import Schedule, Turn, build_schedule
 from kvstrata.cli.replay.traces import read_trace
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import Arena
-from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
+from kvstrata.storage.eviction.orders import LruOrder, Order
+from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.isolated_lru import IsolatedLRU
-from kvstrata.storage.orders import LruOrder, Order
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import VISIBLE, Block, Counts, NamespaceEntry
-from kvstrata.storage.segmented_order import SegmentedOrder
 
 SLOT_BYTES = 64
 SIZES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)

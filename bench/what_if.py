@@ -24,8 +24,8 @@ from kvstrata.cli.replay.costs import CostModel
 from kvstrata.cli.replay.options import ReplayOptions
 from kvstrata.cli.replay.schedule import Schedule, Turn, build_schedule
 from kvstrata.cli.replay.traces import read_trace
-from kvstrata.master.probing import Keys
-from kvstrata.master.what_if import FACTORS, WhatIf
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.reuse.what_if import FACTORS, WhatIf
 
 BLOCK_BYTES = 4096
 #: A tenant's quota, as a share of all the bytes it ever names.

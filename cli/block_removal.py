@@ -7,7 +7,7 @@ from typing import Final
 
 from kvstrata.cli.hashes import FOLDED_BYTES
 from kvstrata.client.admin import AdminClient
-from kvstrata.master.table import fold
+from kvstrata.master.directory.table import fold
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.channel_pb2 import NamespaceSpec
 from kvstrata.proto.errors import InvalidArgument

@@ -12,8 +12,8 @@ from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_prin
 from kvstrata.cli.settings import load_config
 from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, parse_size, size_flag
 from kvstrata.proto.errors import ConfigError
-from kvstrata.storage.eviction_order import EvictionOrder
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.eviction.setting import EvictionOrder
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 
 DRAM_BYTES_MIN = 8 << 20
 

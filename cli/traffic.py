@@ -14,7 +14,7 @@ from kvstrata.cli.masters import Json
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_rich
 from kvstrata.cli.sizes import addresses_flag, size_flag
 from kvstrata.proto.errors import ConfigError, KVError
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 
 if TYPE_CHECKING:
     from kvstrata.cli.paged_replay import PagedOptions, PagedResult

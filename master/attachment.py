@@ -6,10 +6,10 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
-from kvstrata.master.directory import Directory, TableKey
+from kvstrata.master.content.misses import MissReason, departed
+from kvstrata.master.directory.directory import Directory, TableKey
+from kvstrata.master.directory.probing import Keys
 from kvstrata.master.messages import Change, DeltaBatch, Holding, NodeFacts, SnapshotPart
-from kvstrata.master.misses import MissReason, departed
-from kvstrata.master.probing import Keys
 
 #: Bytes of hashes in deltas kept while a snapshot loads. Past it the node is asked for a new one.
 KEPT_BYTES_MAX: Final = 64 << 20

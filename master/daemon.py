@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Final
 
 from kvstrata.master.channel import Endpoints, MasterChannel
-from kvstrata.master.content import Content
+from kvstrata.master.content.calls import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
 from kvstrata.master.service import serve
 from kvstrata.master.store import SqliteStore
-from kvstrata.master.tenants import Tenants
+from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops

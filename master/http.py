@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
-from kvstrata.master.quota_api import routes
-from kvstrata.master.tenant_metrics import tenant_metrics
-from kvstrata.master.tenants import Tenants
+from kvstrata.master.tenants.answers import Tenants
+from kvstrata.master.tenants.metrics import tenant_metrics
+from kvstrata.master.tenants.quota_api import routes
 from kvstrata.master.views import Views
 from kvstrata.proto import control_pb2 as control
 

@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master import messages as m
+from kvstrata.master.content.lookups import LookedUp
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import fold
 from kvstrata.master.journal import Journal
-from kvstrata.master.lookup_log import Call, LookupLog
-from kvstrata.master.lookups import LookedUp
 from kvstrata.master.metrics import Metrics
 from kvstrata.master.namespaces import Opened
 from kvstrata.master.placement import Placed
-from kvstrata.master.probing import Keys
+from kvstrata.master.reuse.lookup_log import Call, LookupLog
+from kvstrata.master.reuse.what_if import WhatIf
 from kvstrata.master.state import MasterState
 from kvstrata.master.store import StateStore
-from kvstrata.master.table import fold
-from kvstrata.master.what_if import WhatIf
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger

@@ -9,13 +9,13 @@ from typing import Final
 
 from kvstrata.master import messages as m
 from kvstrata.master.attachment import Attachment
-from kvstrata.master.chronicle import Chronicle
-from kvstrata.master.directory import Directory
+from kvstrata.master.content.chronicle import Chronicle
+from kvstrata.master.content.tombstones import Tombstones
+from kvstrata.master.directory.directory import Directory
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node, Nodes
-from kvstrata.master.quotas import Quotas
-from kvstrata.master.tombstones import Tombstones
+from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.status import Tier
 
 #: Ticks further apart than this mean that the master itself stood still.

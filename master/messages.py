@@ -271,7 +271,7 @@ class SendAck:
 
 @dataclass(frozen=True, slots=True)
 class SendHint:
-    """These blocks may leave first: see :mod:`kvstrata.master.orphans`. Dropped when the node is slow to read."""
+    """These blocks may leave first (:mod:`kvstrata.master.content.orphans`). Dropped when the node is slow to read."""
 
     session: int
     namespace: Namespace

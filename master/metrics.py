@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvstrata.master.lookups import LookedUp
-from kvstrata.master.misses import COUNTED, MissReason
+from kvstrata.master.content.lookups import LookedUp
+from kvstrata.master.content.misses import COUNTED, MissReason
 from kvstrata.proto.status import PlaceState, Tier
 
 _LATENCY_BUCKETS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)

@@ -9,7 +9,7 @@ from kvstrata.master.attachment import Attachment
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.messages import NodeFacts, NodeUsage, SaveNode
 from kvstrata.master.placement import Candidate, ramp_at
-from kvstrata.master.tenancy import Room
+from kvstrata.master.tenants.tenancy import Room
 
 
 @dataclass(eq=False, slots=True)

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.master.holders import Codes, code_of
-from kvstrata.master.probing import Keys, Values
-from kvstrata.master.table import Table
+from kvstrata.master.directory.holders import Codes, code_of
+from kvstrata.master.directory.probing import Keys, Values
+from kvstrata.master.directory.table import Table
 from kvstrata.proto.status import PlaceState
 
 INTENT_S: Final = 30.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.master.holders import Codes
-from kvstrata.master.lookups import LookedUp
+from kvstrata.master.content.lookups import LookedUp
+from kvstrata.master.directory.holders import Codes
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.placement import Placed
 from kvstrata.proto import channel_pb2 as pb

@@ -11,11 +11,11 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 
 from kvstrata.master import messages as m
-from kvstrata.master.content import Content
+from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import attach_of, events_of, message_of
 from kvstrata.master.hub import Hub, Outbox
 from kvstrata.master.replies import lookup_ok, place_ok
-from kvstrata.master.tenants import Tenants
+from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control

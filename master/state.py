@@ -18,20 +18,28 @@ import numpy.typing as npt
 
 from kvstrata.master import messages as m
 from kvstrata.master.attachment import Outcome
-from kvstrata.master.chronicle import Chronicle, Line, Scope
-from kvstrata.master.clearing import Cleared, Clearing
-from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.lookups import REQUEST_CHARACTERS_MAX, Asked, LookedUp, RequestLog, left, nothing_found, reasons_of
+from kvstrata.master.content.chronicle import Chronicle, Line, Scope
+from kvstrata.master.content.clearing import Cleared, Clearing
+from kvstrata.master.content.lookups import (
+    REQUEST_CHARACTERS_MAX,
+    Asked,
+    LookedUp,
+    RequestLog,
+    left,
+    nothing_found,
+    reasons_of,
+)
+from kvstrata.master.content.misses import MissReason, departed
+from kvstrata.master.content.orphans import Orphans
+from kvstrata.master.content.tombstones import Tombstones
+from kvstrata.master.directory.directory import Directory, TableKey
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import fold
 from kvstrata.master.membership import Membership
-from kvstrata.master.misses import MissReason, departed
 from kvstrata.master.namespaces import Group, Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
-from kvstrata.master.orphans import Orphans
 from kvstrata.master.placement import Placed, Placement
-from kvstrata.master.probing import Keys
-from kvstrata.master.quotas import Quotas
-from kvstrata.master.table import fold
-from kvstrata.master.tombstones import Tombstones
+from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, PlaceState, Tier

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.ssd.base import SsdStore
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
 
 if TYPE_CHECKING:

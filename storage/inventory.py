@@ -12,19 +12,19 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
-from kvstrata.storage.admission import Admission
 from kvstrata.storage.arena import Arena
-from kvstrata.storage.delta_log import DeltaLog
-from kvstrata.storage.eviction_policy import EvictionPolicy
+from kvstrata.storage.eviction.admission import Admission
+from kvstrata.storage.eviction.orders import HINTED
+from kvstrata.storage.eviction.policy import EvictionPolicy
+from kvstrata.storage.eviction.quotas import QuotaBook
 from kvstrata.storage.grid import SlotGrid
-from kvstrata.storage.orders import HINTED
-from kvstrata.storage.quotas import QuotaBook
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import GONE, IN_FLIGHT, LEAVING, VISIBLE, Block, Counts, NamespaceEntry, Shelf
 from kvstrata.storage.story import HASHES_MAX as STORY_BLOCKS
 from kvstrata.storage.story import Story
 
 if TYPE_CHECKING:
-    from kvstrata.storage.eraser import Eraser
+    from kvstrata.storage.tiers.eraser import Eraser
 
 #: Retired blocks that one admission lets go of at most, and beyond its need in one step.
 SWEEP_AT_ADMISSION: Final = 4096

@@ -21,22 +21,22 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import dram_arena
-from kvstrata.storage.attach import MasterLink, advertised
-from kvstrata.storage.channel import NodeChannel
-from kvstrata.storage.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.config import StorageConfig, open_keys, open_store
-from kvstrata.storage.eraser import Eraser
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.orders import LruOrder, Order
+from kvstrata.storage.eviction.segmented_order import SegmentedOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
-from kvstrata.storage.orders import LruOrder, Order
-from kvstrata.storage.policies import PolicyFile
+from kvstrata.storage.masters.attach import MasterLink, advertised
+from kvstrata.storage.masters.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
+from kvstrata.storage.masters.policies import PolicyFile
+from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
-from kvstrata.storage.segmented_order import SegmentedOrder
-from kvstrata.storage.sidecar import Sidecar
+from kvstrata.storage.serving.channel import NodeChannel
 from kvstrata.storage.ssd.base import SsdStore
-from kvstrata.storage.ssd_tier import SsdTier
 from kvstrata.storage.state import NodeState
+from kvstrata.storage.tiers.eraser import Eraser
+from kvstrata.storage.tiers.ssd_tier import SsdTier
 from kvstrata.transfer.identity import SOFTWARE, boot_id
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer

@@ -12,7 +12,7 @@ from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
 if TYPE_CHECKING:
-    from kvstrata.storage.queues import Keep, Queue
+    from kvstrata.storage.eviction.queues import Keep, Queue
 
 #: States of a block. Plain integers: they are compared once a block on the hottest path.
 IN_FLIGHT: Final = 0  #: reserved; its key is taken, its bytes are not there yet

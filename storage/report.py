@@ -11,13 +11,13 @@ from typing import Any
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.status import Tier
-from kvstrata.storage.attach import MasterLink
-from kvstrata.storage.commands import Commands
 from kvstrata.storage.identity import NodeIdentity
 from kvstrata.storage.inventory import Inventory
+from kvstrata.storage.masters.attach import MasterLink
+from kvstrata.storage.masters.commands import Commands
+from kvstrata.storage.masters.usage import Told, WantedBook
 from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
-from kvstrata.storage.usage import Told, WantedBook
 from kvstrata.transfer.loops import Loops
 
 

@@ -16,14 +16,14 @@ from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
-from kvstrata.storage.delta_log import DeltaLog
-from kvstrata.storage.eviction_policy import EvictionPolicy
+from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
+from kvstrata.storage.eviction.orders import LruOrder, Order
+from kvstrata.storage.eviction.policy import EvictionPolicy
+from kvstrata.storage.eviction.quotas import QuotaBook
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.isolated_lru import IsolatedLRU
 from kvstrata.storage.leases import LeaseBook, granted_seconds
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.namespaces import NamespaceBook
-from kvstrata.storage.orders import LruOrder, Order
-from kvstrata.storage.quotas import QuotaBook
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
 from kvstrata.storage.slab import Slab

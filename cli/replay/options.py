@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstrata.proto.errors import ConfigError
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.slab import slot_size
 
 ENGINES_MAX = 64

@@ -16,7 +16,7 @@ from kvstrata.cli.replay.options import ReplayOptions
 from kvstrata.cli.replay.schedule import Schedule
 from kvstrata.cli.replay.simulator import Hits, infinite_cache, no_cache, pooled, private_caches
 from kvstrata.cli.replay.timing import Latencies, latencies
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 
 #: The replay must hit what its simulator hits, within this many points of token hit rate; see ``_off``.
 ORACLE_POINTS_MAX = 0.5

@@ -24,7 +24,7 @@ from kvstrata.storage.node import StorageNode
 from kvstrata.storage.ssd.faults import Faults
 from kvstrata.storage.ssd.log import SsdLog
 from kvstrata.storage.ssd.opening import DeviceConfig
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Named, Push, Pushed
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvstrata.master import messages as m
-from kvstrata.master.quotas import Quotas
+from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.status import Tier
 
 MIB = 1 << 20

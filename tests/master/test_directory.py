@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.master import directory as directory_module
-from kvstrata.master.directory import Directory, TableKey, prefix_length
-from kvstrata.master.misses import MissReason
-from kvstrata.master.probing import Keys
+from kvstrata.master.content.misses import MissReason
+from kvstrata.master.directory import directory as directory_module
+from kvstrata.master.directory.directory import Directory, TableKey, prefix_length
+from kvstrata.master.directory.probing import Keys
 
 BLOCKS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
 TABLES = [TableKey(0, 0, "a"), TableKey(0, 0, ""), TableKey(1, 0, "a"), TableKey(1, 1, "a"), TableKey(1, 2, "a")]

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstrata.master import listing as listing_module
 from kvstrata.master import messages as m
-from kvstrata.master.content import Content
+from kvstrata.master.content import listing as listing_module
+from kvstrata.master.content.calls import Content
+from kvstrata.master.content.listing import Listing
+from kvstrata.master.content.misses import MissReason
 from kvstrata.master.daemon import Master
-from kvstrata.master.listing import Listing
-from kvstrata.master.misses import MissReason
 from kvstrata.master.state import Saved
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc

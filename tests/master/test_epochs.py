@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from kvstrata.master import messages as m
-from kvstrata.master import scopes as scopes_module
+from kvstrata.master.content import scopes as scopes_module
+from kvstrata.master.content.misses import MissReason
 from kvstrata.master.daemon import Master
-from kvstrata.master.misses import MissReason
-from kvstrata.master.probing import Keys
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import fold
 from kvstrata.master.state import Saved
-from kvstrata.master.table import fold
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
@@ -200,7 +200,7 @@ def test_a_bump_looks_into_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a bump is O(1) in blocks")
 
     for name in ("remap", "update", "find", "histogram", "entries"):
-        monkeypatch.setattr(f"kvstrata.master.table.Table.{name}", forbidden)
+        monkeypatch.setattr(f"kvstrata.master.directory.table.Table.{name}", forbidden)
     cleared, _ = world.state.bump(NS.group, world.now)
     assert cleared.blocks == 1000
 

@@ -10,15 +10,15 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstrata.master import lookups as lookups_module
 from kvstrata.master import messages as m
-from kvstrata.master.advice import LOADS, STORES, TEXTS
+from kvstrata.master.content import lookups as lookups_module
+from kvstrata.master.content.advice import LOADS, STORES, TEXTS
+from kvstrata.master.content.explain import Explanation, explain_block, explain_request
+from kvstrata.master.content.lookups import Asked, RequestLog
+from kvstrata.master.content.misses import COUNTED, MissReason
 from kvstrata.master.daemon import Master
-from kvstrata.master.explain import Explanation, explain_block, explain_request
-from kvstrata.master.lookups import Asked, RequestLog
-from kvstrata.master.misses import COUNTED, MissReason
+from kvstrata.master.directory.table import fold
 from kvstrata.master.state import Saved
-from kvstrata.master.table import fold
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
@@ -69,7 +69,7 @@ def test_an_eviction_names_its_rule_its_time_and_whose_need_it_was() -> None:
 
 
 def test_what_the_chronicle_forgot_is_still_known_by_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.master.chronicle.RECORDS_MAX", 3)
+    monkeypatch.setattr("kvstrata.master.content.chronicle.RECORDS_MAX", 3)
     world = World()
     session = world.up(1)
     world.tell(m.Tick())

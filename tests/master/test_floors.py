@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.master import messages as m
-from kvstrata.master import share_mail
-from kvstrata.master.quotas import PAIRS_A_STEP, UNMET_SAID_S
+from kvstrata.master.tenants import share_mail
+from kvstrata.master.tenants.quotas import PAIRS_A_STEP, UNMET_SAID_S
 from kvstrata.proto.status import Tier
 from tests.master.quota_world import MIB, QuotaWorld
 

@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.master import directory as directory_module
-from kvstrata.master import ghosts as ghosts_module
-from kvstrata.master import graves as graves_module
-from kvstrata.master.directory import Directory, TableKey
-from kvstrata.master.misses import LEFT_REASONS, MissReason, departed
-from kvstrata.master.probing import Keys
-from kvstrata.master.table import BEGIN, Table
+from kvstrata.master.content.misses import LEFT_REASONS, MissReason, departed
+from kvstrata.master.directory import directory as directory_module
+from kvstrata.master.directory import ghosts as ghosts_module
+from kvstrata.master.directory import graves as graves_module
+from kvstrata.master.directory.directory import Directory, TableKey
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import BEGIN, Table
 from kvstrata.proto.status import Departure
 
 TABLE = TableKey(0, 0, "tenant")
@@ -140,7 +140,7 @@ def test_a_purge_goes_on_in_pieces_while_its_table_grows(monkeypatch: pytest.Mon
     monkeypatch.setattr(ghosts_module, "GHOSTS_MAX", 100)
     monkeypatch.setattr(ghosts_module, "GENERATION_GHOSTS", 1000)
     monkeypatch.setattr(directory_module, "PURGED_SLOTS", 1 << 10)
-    monkeypatch.setattr("kvstrata.master.table.MOVED_AT_ONCE", 64)
+    monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", 64)
     directory = Directory()
     slot = directory.take_slot()
     evict(directory, slot, range(3000))
@@ -188,7 +188,7 @@ def test_graves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("at_once", [64, 1 << 16])
 def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr("kvstrata.master.table.MOVED_AT_ONCE", at_once)
+    monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", at_once)
     table = Table()
     table.put(keys_of(range(500)), np.arange(1, 501, dtype=np.uint32))
     seen: set[int] = set()
@@ -207,7 +207,7 @@ def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.Mo
 
 
 def test_purge_equals_remap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.master.table.MOVED_AT_ONCE", 64)
+    monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", 64)
     rng = random.Random(3)
     pieces, whole = Table(), Table()
     for table in (pieces, whole):

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.master.holders import GHOST, HIDDEN, HolderSets, code_of
-from kvstrata.master.misses import MissReason
+from kvstrata.master.content.misses import MissReason
+from kvstrata.master.directory.holders import GHOST, HIDDEN, HolderSets, code_of
 
 STEP = st.tuples(
     st.sampled_from(["add", "remove", "clear", "hide", "show", "drop"]),

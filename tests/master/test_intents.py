@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvstrata.master import messages as m
+from kvstrata.master.directory.table import Keys, fold
 from kvstrata.master.state import MasterState, Saved
-from kvstrata.master.table import Keys, fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
 

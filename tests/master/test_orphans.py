@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvstrata.master import messages as m
-from kvstrata.master import orphans
+from kvstrata.master.content import orphans
 from kvstrata.master.converters import message_of
 from kvstrata.master.hub import HINTS_BEHIND_MAX, Outbox
 from kvstrata.proto.keys import Namespace

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvstrata.master import placement as placement_module
+from kvstrata.master.directory.probing import Keys
 from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, STRIPE_NODES_MAX, Candidate, Placed, Placement, ramp_at
-from kvstrata.master.probing import Keys
 from kvstrata.proto.status import PlaceState
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.master import messages as m
-from kvstrata.master.division import GRAIN_MIN, Claim, divide
-from kvstrata.master.quotas import LONG_GONE_S
-from kvstrata.master.share_mail import TTL_MS
+from kvstrata.master.tenants.division import GRAIN_MIN, Claim, divide
+from kvstrata.master.tenants.quotas import LONG_GONE_S
+from kvstrata.master.tenants.share_mail import TTL_MS
 from kvstrata.proto.status import Tier
 from tests.master.quota_world import MIB, TIERS, QuotaWorld, limit_in
 

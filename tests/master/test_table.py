@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstrata.master import probing
-from kvstrata.master import table as table_module
-from kvstrata.master.probing import Keys, Values
-from kvstrata.master.table import CAPACITY_MIN, Table, fold
+from kvstrata.master.directory import probing
+from kvstrata.master.directory import table as table_module
+from kvstrata.master.directory.probing import Keys, Values
+from kvstrata.master.directory.table import CAPACITY_MIN, Table, fold
 
 SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.master.daemon import Master
-from kvstrata.master.quota_api import EMPTY_SALT
+from kvstrata.master.tenants.quota_api import EMPTY_SALT
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 

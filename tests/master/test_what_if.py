@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.master.lookup_log import WAITING_HASHES_MAX, Call, LookupLog
-from kvstrata.master.probing import Keys
-from kvstrata.master.reuse import ReuseDistances
-from kvstrata.master.what_if import FACTORS, IDLE_S, POLL_S, WhatIf
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.reuse.distances import ReuseDistances
+from kvstrata.master.reuse.lookup_log import WAITING_HASHES_MAX, Call, LookupLog
+from kvstrata.master.reuse.what_if import FACTORS, IDLE_S, POLL_S, WhatIf
 
 BYTES = 4096
 

@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterable
 
 from kvstrata.master import messages as m
-from kvstrata.master.clearing import Cleared
+from kvstrata.master.content.clearing import Cleared
+from kvstrata.master.content.lookups import LookedUp
+from kvstrata.master.content.misses import MissReason
+from kvstrata.master.directory.table import fold
 from kvstrata.master.liveness import NodeState
-from kvstrata.master.lookups import LookedUp
-from kvstrata.master.misses import MissReason
 from kvstrata.master.placement import Placed
 from kvstrata.master.state import MasterState, Removal, Saved
-from kvstrata.master.table import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 

@@ -6,10 +6,10 @@ import threading
 from pathlib import Path
 
 from kvstrata.proto import control_pb2 as control
-from kvstrata.storage.commands import Commands
-from kvstrata.storage.eraser import Eraser
-from kvstrata.storage.policies import PolicyFile
-from kvstrata.storage.recovery import Recovery, recover
+from kvstrata.storage.masters.commands import Commands
+from kvstrata.storage.masters.policies import PolicyFile
+from kvstrata.storage.tiers.eraser import Eraser
+from kvstrata.storage.tiers.recovery import Recovery, recover
 
 from .conftest import keys
 from .memory_store import MemoryStore

@@ -17,12 +17,12 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterServicer, add_MasterServicer_to_server
 from kvstrata.proto.status import BlockStatus
-from kvstrata.storage.attach import MasterLink, advertised
-from kvstrata.storage.commands import TURN_S, Commands
 from kvstrata.storage.config import StorageConfig
-from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.masters.attach import MasterLink, advertised
+from kvstrata.storage.masters.commands import TURN_S, Commands
+from kvstrata.storage.masters.delta_log import DeltaLog
+from kvstrata.storage.masters.outbox import Outbox
 from kvstrata.storage.node import StorageNode
-from kvstrata.storage.outbox import Outbox
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
 
@@ -395,7 +395,7 @@ def test_no_master_is_no_problem_of_the_link(node: Node) -> None:
 
 
 def test_snapshots_come_in_bounded_parts(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.storage.outbox.PART_HASHES", 7)
+    monkeypatch.setattr("kvstrata.storage.masters.outbox.PART_HASHES", 7)
     node = make_node(slabs=4)
     for salt in ("a", "b", "c"):
         node.store(range(10), salt=salt)

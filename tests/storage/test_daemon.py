@@ -24,8 +24,8 @@ from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.config import StorageConfig
+from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.node import StorageNode
-from kvstrata.storage.quotas import NodeShare
 from kvstrata.transfer.base import Endpoint, Fetch, Push
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region

@@ -15,7 +15,7 @@ from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.ssd.base import SECTOR_BYTES
 from kvstrata.storage.ssd.tenant_keys import TenantKeys, read_key_file
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 
 from .conftest import until
 from .test_orders_on_disk import NUMBERS, loaded, on_disk, store_all

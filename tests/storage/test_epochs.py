@@ -13,9 +13,9 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Tier
-from kvstrata.storage.commands import ORDER_S, RETRY_S
-from kvstrata.storage.policies import PolicyFile
-from kvstrata.storage.quotas import NodeShare
+from kvstrata.storage.eviction.quotas import NodeShare
+from kvstrata.storage.masters.commands import ORDER_S, RETRY_S
+from kvstrata.storage.masters.policies import PolicyFile
 
 from .conftest import fill, holds, key
 from .ordered_node import OrderedNode

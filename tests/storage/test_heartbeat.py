@@ -14,7 +14,7 @@ import pytest
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.identity import NodeIdentity
-from kvstrata.storage.sidecar import Sidecar
+from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.loops import Loops
@@ -56,7 +56,7 @@ def listener() -> Iterator[Listener]:
 def test_it_is_light() -> None:
     """It must start fast, stay small, and hold nothing that can block it."""
     heavy = "print([m for m in ('numpy', 'grpc', 'uvicorn', 'xxhash') if m in sys.modules])"
-    command = [sys.executable, "-c", f"import sys, kvstrata.storage.heartbeat; {heavy}"]
+    command = [sys.executable, "-c", f"import sys, kvstrata.storage.masters.heartbeat; {heavy}"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -97,7 +97,7 @@ def test_it_is_started_again_and_its_death_is_a_problem(listener: Listener) -> N
 PARENT = """
 import os, sys, time
 from kvstrata.storage.identity import NodeIdentity
-from kvstrata.storage.sidecar import Sidecar
+from kvstrata.storage.masters.sidecar import Sidecar
 sidecar = Sidecar(NodeIdentity("node-1", 42), tuple(sys.argv[1:]))
 sidecar.start()
 print(sidecar.pid, flush=True)

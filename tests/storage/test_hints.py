@@ -13,7 +13,7 @@ from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace
 from kvstrata.proto.status import Departure, HintKind, Tier
 from kvstrata.proto.wire import Kind
-from kvstrata.storage.commands import Commands
+from kvstrata.storage.masters.commands import Commands
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.state import HINT_MAX_S
 from kvstrata.transfer.connection import Connection, expect

@@ -8,7 +8,7 @@ import pytest
 
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Departure, Tier
-from kvstrata.storage.quotas import NodeShare
+from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.records import Block, Shelf
 from kvstrata.storage.state import NodeState
 from tests.storage.conftest import Node, fill, holds, key

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
-from kvstrata.storage.isolated_lru import IDLE_S, IsolatedLRU
-from kvstrata.storage.quotas import NodeShare
+from kvstrata.storage.eviction.isolated_lru import IDLE_S, IsolatedLRU
+from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.records import Shelf
 from tests.storage.conftest import Node, key
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstrata.proto.status import BlockStatus, Departure, HintKind
+from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.records import Block
-from kvstrata.storage.recovery import recover
-from kvstrata.storage.segmented_order import SegmentedOrder
 from kvstrata.storage.state import NodeState
-from kvstrata.storage.tiers import TierBooks, TierMoves
+from kvstrata.storage.tiers.moves import TierBooks, TierMoves
+from kvstrata.storage.tiers.recovery import recover
 
 from .conftest import holds, key, keys
 from .memory_store import MemoryStore

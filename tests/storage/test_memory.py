@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
-from kvstrata.storage import process_memory
 from kvstrata.storage.arena import dram_arena, slab_bytes_for
 from kvstrata.storage.records import Block, NamespaceEntry, Shelf
-from kvstrata.storage.regions import RegionAsk, RegionBook, read_descriptors
+from kvstrata.storage.serving import process_memory
+from kvstrata.storage.serving.regions import RegionAsk, RegionBook, read_descriptors
 from kvstrata.storage.slab import SEALS, Slab, slot_size, slots_of
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvstrata.proto.status import BlockStatus
-from kvstrata.storage.movers import Movers
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.movers import Movers
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.loops import Loops
 
 from .conftest import holds, key, until
@@ -199,7 +199,7 @@ def test_a_stop_gives_up_what_waits_and_flushes_what_is_dirty(working: Working) 
 
 
 def test_a_stop_does_not_wait_for_a_device_that_hangs(working: Working, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.storage.movers.LET_GO_S", 0.05)
+    monkeypatch.setattr("kvstrata.storage.tiers.movers.LET_GO_S", 0.05)
     working.node.store(range(4))
     working.node.store_.open_gate.clear()
     stop = threading.Thread(target=working.movers.stop, args=(0.05,), daemon=True)

@@ -11,14 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import Arena
-from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
+from kvstrata.storage.eviction.orders import LruOrder, Order
+from kvstrata.storage.eviction.segmented_order import PROTECTED, SegmentedOrder
+from kvstrata.storage.eviction.share_duel import SHARES, SMALL_BLOCKS, ShareDuel
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.isolated_lru import IsolatedLRU
-from kvstrata.storage.orders import LruOrder, Order
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import VISIBLE, Block, Counts, NamespaceEntry, Shelf
-from kvstrata.storage.segmented_order import PROTECTED, SegmentedOrder
-from kvstrata.storage.share_duel import SHARES, SMALL_BLOCKS, ShareDuel
 
 from .conftest import key
 

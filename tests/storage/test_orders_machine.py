@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.proto.status import Tier
 from kvstrata.storage.records import VISIBLE, Lease
-from kvstrata.storage.tiers import Move, Read
+from kvstrata.storage.tiers.moves import Move, Read
 
 from .conftest import key, payload
 from .ordered_node import OrderedNode

@@ -13,7 +13,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
 

@@ -12,8 +12,8 @@ import xxhash
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.status import Tier
-from kvstrata.storage.policies import Policies, PolicyFile
-from kvstrata.storage.quotas import NodeShare, QuotaBook
+from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
+from kvstrata.storage.masters.policies import Policies, PolicyFile
 
 KEPT = Policies({"salts": [["über", 5]], "fallback": None}, {"model": 3, "": 1})
 

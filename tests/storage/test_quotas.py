@@ -10,7 +10,7 @@ import pytest
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Departure, Tier
-from kvstrata.storage.quotas import NodeShare, QuotaBook
+from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
 from tests.storage.conftest import Node, holds
 
 STORED, PRESENT = int(BlockStatus.STORED), int(BlockStatus.ALREADY_PRESENT)

@@ -16,14 +16,14 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.config import StorageConfig
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.node import ORDERS, StorageNode
 from kvstrata.storage.records import VISIBLE
 from kvstrata.storage.ssd.faults import Faults
 from kvstrata.storage.ssd.log import SsdLog
 from kvstrata.storage.ssd.opening import DeviceConfig
-from kvstrata.storage.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.base import Endpoint, Fetch, Peer, Push, Verify
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity, boot_id

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.arena import dram_arena
-from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import Block, Lease, Reservation
 from kvstrata.storage.state import NodeState, WriteAsk
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvstrata.proto.status import BlockStatus, HintKind, Tier
-from kvstrata.storage.delta_log import DeltaLog
+from kvstrata.storage.eviction.isolated_lru import IDLE_S
+from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
 from kvstrata.storage.inventory import Inventory
-from kvstrata.storage.isolated_lru import IDLE_S
-from kvstrata.storage.quotas import NodeShare, QuotaBook
+from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import VISIBLE, Block
 from kvstrata.storage.state import NodeState
 from tests.storage.conftest import SLAB_BYTES, keys

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstrata.proto.status import BlockStatus
-from kvstrata.storage.recovery import recover
-from kvstrata.storage.tiers import Move, Read
+from kvstrata.storage.tiers.moves import Move, Read
+from kvstrata.storage.tiers.recovery import recover
 
 from .conftest import holds, key, keys
 from .memory_store import MemoryStore

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstrata.proto.status import BlockStatus, Departure, Tier
-from kvstrata.storage.quarantine import QUARANTINE_BLOCKS, QUARANTINE_S
-from kvstrata.storage.recovery import recover
 from kvstrata.storage.ssd.base import Removal
-from kvstrata.storage.ssd_policy import SsdPolicy
-from kvstrata.storage.tiers import LOW_WATERMARK, MOVE_S
+from kvstrata.storage.tiers.moves import LOW_WATERMARK, MOVE_S
+from kvstrata.storage.tiers.quarantine import QUARANTINE_BLOCKS, QUARANTINE_S
+from kvstrata.storage.tiers.recovery import recover
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 
 from .conftest import holds, key, keys
 from .memory_store import MemoryStore

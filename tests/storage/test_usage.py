@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.storage import usage
-from kvstrata.storage.usage import TenantBytes, Told, WantedBook
+from kvstrata.storage.masters import usage
+from kvstrata.storage.masters.usage import TenantBytes, Told, WantedBook
 
 SALTS = st.sampled_from(["", "a", "b", "c"])
 BYTES = st.dictionaries(SALTS, st.integers(1, 9))

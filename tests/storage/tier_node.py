@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable
 
 from kvstrata.proto.status import Tier
-from kvstrata.storage.movers import header
-from kvstrata.storage.orders import LruOrder, Order
-from kvstrata.storage.quotas import NodeShare
+from kvstrata.storage.eviction.orders import LruOrder, Order
+from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.records import VISIBLE, Block
-from kvstrata.storage.ssd_policy import SsdPolicy
 from kvstrata.storage.state import NodeState
-from kvstrata.storage.tiers import Move, Read, TierBooks, TierMoves
-from kvstrata.storage.write_budget import WriteBudget
+from kvstrata.storage.tiers.movers import header
+from kvstrata.storage.tiers.moves import Move, Read, TierBooks, TierMoves
+from kvstrata.storage.tiers.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.write_budget import WriteBudget
 
 from .conftest import Node, key
 from .memory_store import MemoryStore

@@ -12,7 +12,7 @@ import pytest
 from kvstrata.cli.replay import ReplayOptions, ReplayResult, run_replay
 from kvstrata.cli.replay.pool import OwnPool
 from kvstrata.proto.errors import ConfigError, Unavailable
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 
 SMALL = ReplayOptions(sessions=3, seed=11, engines=2, private_tokens=60_000, bytes_per_token=8)
 

@@ -18,7 +18,7 @@ from kvstrata.cli.replay.generator import generate_trace
 from kvstrata.cli.replay.messages import Outcome, Setup, Work
 from kvstrata.cli.replay.result import ReplayResult, assemble
 from kvstrata.cli.replay.schedule import Schedule, build_schedule
-from kvstrata.storage.eviction_order import EvictionOrder
+from kvstrata.storage.eviction.setting import EvictionOrder
 
 if TYPE_CHECKING:
     from kvstrata.client import Client

@@ -1,0 +1,1 @@
+"""Which node has which block, and why others have left."""

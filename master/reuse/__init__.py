@@ -1,0 +1,1 @@
+"""What other quotas would hit: sampled reuse distances."""

@@ -1,0 +1,103 @@
+"""Lookups and placements on their way from the threads that answer them to the what-if predictions.
+
+Answering must not wait for statistics: a call puts down what it was about, and a loop hears it later. What
+finds the log full is not heard, and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.reuse.what_if import WhatIf
+
+T = TypeVar("T")
+
+#: Hashes that wait, 17 bytes each.
+WAITING_HASHES_MAX: Final = 1 << 20
+#: Seconds a turn may take: with four turns a second, a fifth of a core at the most.
+TURN_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A lookup (``present``: which blocks the pool has), or a placement (None). ``block_bytes``: all shards'."""
+
+    group: int
+    salt: str
+    keys: Keys
+    present: npt.NDArray[np.bool_] | None
+    block_bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The blocks of a tenant (None: of all) in a group (None: in all) are no more."""
+
+    group: int | None
+    salt: str | None
+
+
+class LookupLog:
+    """Thread-safe. ``hear`` is for one loop; readers ask by ``read``."""
+
+    def __init__(self, what_if: WhatIf) -> None:
+        self._what_if = what_if
+        self._lock = threading.Lock()
+        self._calls: deque[Call | Gone] = deque()
+        self._waiting = 0
+        self._counting = threading.Lock()
+        self.missed = 0  #: calls that found the log full
+
+    def put(self, call: Call) -> None:
+        """Note a call; it keeps its arrays. Never waits for predictions."""
+        hashes = len(call.keys)
+        with self._counting:
+            if self._waiting + hashes > WAITING_HASHES_MAX:
+                self.missed += 1
+                return
+            self._waiting += hashes
+            self._calls.append(call)
+
+    def gone(self, group: int | None, salt: str | None) -> None:
+        """Note that blocks are no more, after the calls that were put down before. Never refused."""
+        with self._counting:
+            self._calls.append(Gone(group, salt))
+
+    def hear(self) -> int:
+        """Take in what was put down, oldest first, for at most ``TURN_S``; how many entries."""
+        heard = 0
+        ends = time.perf_counter() + TURN_S
+        while time.perf_counter() < ends:
+            with self._counting:
+                if not self._calls:
+                    break
+                call = self._calls.popleft()
+                self._waiting -= 0 if isinstance(call, Gone) else len(call.keys)
+            with self._lock:
+                self._take(call)
+            heard += 1
+            time.sleep(0)  # the interpreter goes to a thread that answers somebody, if one waits for it
+        return heard
+
+    def _take(self, call: Call | Gone) -> None:
+        if isinstance(call, Gone):
+            self._what_if.forget(call.salt, call.group)
+        elif call.present is None:
+            self._what_if.stored(call.group, call.salt, call.keys, call.block_bytes, call.at)
+        else:
+            self._what_if.asked(call.group, call.salt, call.keys, call.present, call.block_bytes, call.at)
+
+    def read(self, question: Callable[[WhatIf], T]) -> T:
+        """Ask the predictions something. The question must be quick and keep nothing."""
+        with self._lock:
+            return question(self._what_if)

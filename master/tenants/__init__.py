@@ -1,0 +1,1 @@
+"""Tenants: policies, node shares by demand, and what people see of them."""

@@ -1,0 +1,1 @@
+"""Who leaves, and when: shares, queues, and the orders behind a seam."""

@@ -1,0 +1,255 @@
+"""The link to one master: found over its channel, held over gRPC, taken up again for ever.
+
+A node serves with or without its masters. Each link has a thread that attaches, listens for commands and
+acknowledgements, and starts over when the stream ends; what is sent comes from an :class:`.Outbox`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.control_pb2_grpc import MasterStub
+from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
+from kvstrata.proto.logs import get_logger
+from kvstrata.storage.masters.commands import Commands
+from kvstrata.storage.masters.outbox import ATTACH_S, Outbox
+from kvstrata.storage.masters.usage import Told
+from kvstrata.storage.state import NodeState
+from kvstrata.transfer.connection import Connection
+from kvstrata.transfer.identity import Identity
+
+log = get_logger(__name__)
+
+BACKOFF_MIN_S: Final = 0.1
+BACKOFF_MAX_S: Final = 1.0
+#: A link whose threads have not come round for this long is a problem.
+STUCK_S: Final = 10.0
+HELLO_SILENCE_S: Final = 1.0
+MESSAGE_BYTES_MAX: Final = 16 << 20
+_WILDCARDS: Final = ("0.0.0.0", "[::]")
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A master that was cut off or stopped is noticed within four seconds.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """A link at one moment. ``problem`` is why it is not attached."""
+
+    master: str
+    attached: bool
+    cluster_id: str
+    sent_seq: int
+    acked_seq: int
+    attaches: int
+    problem: str
+
+
+class MasterLink:
+    """One master, by its channel address.
+
+    ``attach`` builds the attach message; it is given the host by which the master was reached. ``commands``
+    carries out what the master orders.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        state: NodeState,
+        lock: threading.Lock,
+        commands: Commands,
+        attach: Callable[[str], control.Attach],
+        status: Callable[[Told], control.NodeStatus],
+        acknowledged: Callable[[], None],
+    ) -> None:
+        self.master = master
+        self.attached = False
+        self.acked_seq = 0
+        self._state = state
+        self._lock = lock
+        self._commands = commands
+        self._attach = attach
+        self._status = status
+        self._acknowledged = acknowledged
+        self._identity = Identity.new("node")
+        self._outbox: Outbox | None = None
+        self._call: Any = None
+        self._cluster_id = ""
+        self._attaches = 0
+        self._why = "not tried yet"
+        self._stopping = threading.Event()
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"kvstrata-link-{master}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The delta log has something new."""
+        outbox = self._outbox
+        if outbox is not None:
+            outbox.wake()
+
+    def status(self) -> LinkStatus:
+        outbox = self._outbox
+        sent = outbox.sent_seq if outbox is not None else 0
+        return LinkStatus(self.master, self.attached, self._cluster_id, sent, self.acked_seq, self._attaches, self._why)
+
+    def problem(self) -> str:
+        """Why the link itself is not well (an unreachable master is not its fault), or an empty string."""
+        if self._stopping.is_set():
+            return ""
+        if not self._thread.is_alive():
+            return f"master link {self.master}: its thread is dead"
+        outbox = self._outbox
+        beat = max(self._beat, outbox.beat) if outbox is not None else self._beat
+        age = time.monotonic() - beat
+        return f"master link {self.master}: stuck for {age:.1f} s" if age > STUCK_S else ""
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        backoff = BACKOFF_MIN_S
+        while not self._stopping.is_set():
+            self._beat = time.monotonic()
+            attaches = self._attaches
+            try:
+                self._session()
+            except KVError as error:
+                self._lost(str(error))
+            except grpc.RpcError as error:
+                self._lost(_reason(error))
+            except Exception as error:
+                log.error("master link failed", master=self.master, exc_info=True)
+                self._lost(f"{type(error).__name__}: {error}")
+            if self._attaches > attaches:
+                backoff = BACKOFF_MIN_S
+            self._stopping.wait(backoff)
+            backoff = min(2 * backoff, BACKOFF_MAX_S)
+
+    def _lost(self, why: str) -> None:
+        if why != self._why and not self._stopping.is_set():
+            log.warning("no link to master", master=self.master, reason=why)
+        self._why = why
+
+    def _session(self) -> None:
+        """Attach and stay attached until the stream ends."""
+        target, host = self._find()
+        channel = grpc.insecure_channel(target, options=_OPTIONS)
+        outbox = Outbox(self._state, self._lock, self._attach(host), self._status)
+        timer = threading.Timer(ATTACH_S, self._give_up, [outbox])
+        timer.daemon = True
+        try:
+            timer.start()
+            self._outbox = outbox
+            self._call = MasterStub(channel).Sync(outbox.messages())  # type: ignore[no-untyped-call]
+            for message in self._call:
+                self._heard(message, outbox)
+            raise Unavailable("the master ended the stream")
+        finally:
+            timer.cancel()
+            self.attached = False
+            outbox.end()
+            self._outbox = None
+            self._call = None
+            channel.close()
+
+    def _find(self) -> tuple[str, str]:
+        """(the master's gRPC endpoint, the address of ours that reaches it)."""
+        connection = Connection.open(self.master, self._identity, silence_s=HELLO_SILENCE_S)
+        try:
+            hello = connection.hello
+            if hello.role != "master":
+                raise ProtocolError(f"{self.master} is a {hello.role}, not a master: give the master's channel address")
+            return hello.grpc, str(connection.stream.sock.getsockname()[0])
+        finally:
+            connection.close()
+
+    def _give_up(self, outbox: Outbox) -> None:
+        call = self._call
+        if call is not None and outbox is self._outbox and not outbox.attached.is_set():
+            call.cancel()
+
+    # ------------------------------------------------------------------ what the master says
+
+    def _heard(self, message: control.MasterMessage, outbox: Outbox) -> None:
+        self._commands.heard()
+        body = message.WhichOneof("body")
+        if body == "attached":
+            self._on_attached(message.attached, outbox)
+        elif body == "ack":
+            self.acked_seq = message.ack.seq
+            self._acknowledged()
+        elif body == "resync":
+            log.info("snapshot asked for", master=self.master, reason=message.resync.reason)
+            outbox.resync()
+        elif body == "remove":
+            self._commands.remove(message.remove, outbox.confirm)
+        elif body == "epoch":
+            self._commands.advance(message.epoch, outbox.confirm)
+        elif body == "drop":
+            self._commands.drop(message.drop, outbox.confirm)
+        elif body == "orphaned":
+            self._commands.orphaned(message.orphaned)
+        elif body == "shares":
+            self._commands.share(message.shares)
+
+    def _on_attached(self, attached: control.AttachOk, outbox: Outbox) -> None:
+        self._commands.attached(attached)
+        self._cluster_id = attached.cluster_id
+        self._attaches += 1
+        self.acked_seq = 0
+        self.attached = True
+        self._why = ""
+        outbox.attached.set()
+        log.info("attached", master=self.master, cluster_id=attached.cluster_id, session=attached.session)
+
+    # ------------------------------------------------------------------ stop
+
+    def leave(self, reason: str) -> None:
+        """Tell the master that this node goes; :meth:`stop` waits for it to have been said."""
+        self._stopping.set()
+        outbox = self._outbox
+        if outbox is not None:
+            outbox.detach(reason)
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """End the link within about ``timeout_s``. Safe twice."""
+        self._stopping.set()
+        if not self._thread.is_alive():
+            return
+        self._thread.join(timeout_s)
+        call = self._call
+        if call is not None:
+            call.cancel()
+        self._thread.join(timeout_s)
+
+
+def advertised(endpoint: str, host: str) -> str:
+    """An endpoint bound to a wildcard, as the host by which a peer was reached."""
+    bound, _, port = endpoint.rpartition(":")
+    if bound not in _WILDCARDS or not host:
+        return endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reason(error: grpc.RpcError) -> str:
+    code = getattr(error, "code", None)
+    details = getattr(error, "details", None)
+    return f"{code().name}: {details()}" if code is not None and details is not None else str(error)

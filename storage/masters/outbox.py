@@ -1,0 +1,174 @@
+"""What one master is sent, in order: attach, snapshot, deltas, confirmations, status, detach.
+
+A generator that blocks for at most ``BATCH_MAX_S`` at a time; gRPC pulls from it as fast as the master
+takes. Each master has its own, with its own place in the delta log.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.logs import get_logger
+from kvstrata.storage.masters.delta_log import DeltaBatch
+from kvstrata.storage.masters.usage import Told
+from kvstrata.storage.state import Holding, NodeState
+
+log = get_logger(__name__)
+
+#: Changes are gathered for at least this before they are sent, and looked for at most this much later.
+BATCH_MIN_S: Final = 0.002
+BATCH_MAX_S: Final = 0.05
+STATUS_S: Final = 1.0
+#: Hashes in one part of a snapshot.
+PART_HASHES: Final = 1 << 16
+ATTACH_S: Final = 5.0
+
+Message = control.NodeMessage
+
+
+class Outbox:
+    """One session's outgoing side. ``wake`` and the flags may be used from any thread."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        lock: threading.Lock,
+        attach: control.Attach,
+        status: Callable[[Told], control.NodeStatus],
+    ) -> None:
+        self.attached = threading.Event()
+        self.over = False
+        self.beat = time.monotonic()
+        self.sent_seq = 0
+        self._state = state
+        self._lock = lock
+        self._attach = attach
+        self._status = status
+        self._told = Told()
+        self._changed = threading.Event()
+        self._resync = True
+        self._detach = ""
+        self._done: deque[control.CommandDone] = deque()
+
+    # ------------------------------------------------------------------ from other threads
+
+    def wake(self) -> None:
+        """Something has changed."""
+        self._changed.set()
+
+    def resync(self) -> None:
+        """The master wants a snapshot."""
+        self._resync = True
+        self._changed.set()
+
+    def confirm(self, done: control.CommandDone) -> None:
+        self._done.append(done)
+        self._changed.set()
+
+    def detach(self, reason: str) -> None:
+        """Say goodbye after what is still to be said, and end."""
+        self._detach = reason
+        self._changed.set()
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self.over = True
+        self.attached.set()
+        self._changed.set()
+
+    # ------------------------------------------------------------------ the stream
+
+    def messages(self) -> Iterator[Message]:
+        """Everything this session sends, until it is over."""
+        yield Message(attach=self._attach)
+        self.attached.wait(ATTACH_S)
+        next_status = 0.0
+        while not self.over:
+            self.beat = time.monotonic()
+            yield from self._due()
+            if self._detach:
+                yield Message(detach=control.Detach(reason=self._detach))
+                return
+            if self.beat >= next_status:
+                next_status = self.beat + STATUS_S
+                yield Message(status=self._status(self._told))
+            if self._changed.wait(BATCH_MAX_S):
+                time.sleep(BATCH_MIN_S)
+                self._changed.clear()
+
+    def _due(self) -> Iterator[Message]:
+        # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        if self._resync:
+            yield from self._snapshot()
+        with self._lock:
+            self._state.deltas.close_batch()
+            batches = self._state.deltas.after(self.sent_seq)
+        if batches is None:
+            self._resync = True  # the log was trimmed past us: the next round sends a snapshot
+            self._changed.set()
+            batches = []
+        for batch in batches:
+            yield Message(delta=_delta(batch))
+            self.sent_seq = batch.seq
+        for each in done:
+            yield Message(done=each)
+
+    def _snapshot(self) -> Iterator[Message]:
+        """Shelf by shelf: later ones may already hold what deltas after the cut will say again."""
+        self._resync = False
+        with self._lock:
+            cut = self._state.deltas.close_batch()
+            shelves = self._state.shelves()
+        part = control.Snapshot(cut_seq=cut, first=True)
+        room = PART_HASHES
+        for inventory, key in shelves:
+            if self.over:
+                return
+            with self._lock:
+                holding = self._state.holding(inventory, key)
+            width = holding.namespace.hash_bytes
+            start = 0
+            while start < len(holding.hashes):
+                piece = holding.hashes[start : start + room * width]
+                part.holdings.append(_holding(holding, piece))
+                start += len(piece)
+                room -= len(piece) // width
+                if not room:
+                    yield Message(snapshot=part)
+                    part, room = control.Snapshot(cut_seq=cut), PART_HASHES
+        part.last = True
+        yield Message(snapshot=part)
+        self.sent_seq = cut
+
+
+def _holding(holding: Holding, hashes: bytes) -> control.Holding:
+    return control.Holding(
+        spec=holding.namespace.to_spec(),
+        salt=holding.salt,
+        tier=int(holding.tier),
+        hashes=hashes,
+        epoch=holding.epoch,
+    )
+
+
+def _delta(batch: DeltaBatch) -> control.Delta:
+    changes = [
+        control.Change(
+            added=run.added,
+            spec=run.namespace.to_spec(),
+            epoch=run.epoch,
+            salt=run.salt,
+            tier=int(run.tier),
+            hashes=run.hashes,
+            reason=int(run.why),
+            cause=run.cause,
+        )
+        for run in batch.runs
+    ]
+    return control.Delta(seq=batch.seq, changes=changes)

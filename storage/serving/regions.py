@@ -1,0 +1,185 @@
+"""Memory that clients have registered, as the node reads it: mapped, or by ``process_vm_readv``.
+
+Nothing a client says is believed: descriptors are checked against the region before any byte moves, a map
+is taken only of memory that cannot shrink under it, and a process is read only while the one that
+registered it lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import select
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto.errors import Busy, InvalidArgument, Unavailable
+from kvstrata.storage.records import Block
+from kvstrata.storage.serving import process_memory
+from kvstrata.transfer.copier import copy
+from kvstrata.transfer.regions import PIECES_MAX
+
+REGIONS_MAX: Final = 1024  #: of one session
+ADDRESS_MAX: Final = 1 << 62
+#: Maps of memory that is all there and not larger than this are populated at once.
+POPULATE_BYTES_MAX: Final = 4 << 30
+
+Descriptors = npt.NDArray[np.int64]
+
+
+class MappedRegion:
+    """A memfd of the client's, mapped read-only. The map goes with the last pull that uses it."""
+
+    method = "map"
+
+    def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self._address = int(self._bytes.ctypes.data)
+
+    def pull(self, target: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+        """Copy from byte ``offset[i]`` of the region to our address ``target[i]``."""
+        copy(target, offset + self._address, length)
+
+
+class ProcessRegion:
+    """Ordinary memory of a client on this host. ``pidfd`` becomes this object's own."""
+
+    method = "vm"
+
+    def __init__(self, pid: int, pidfd: int, address: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._pid = pid
+        self._pidfd = pidfd
+        self._address = address
+        weakref.finalize(self, os.close, pidfd)
+
+    def pull(self, target: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+        """As :meth:`MappedRegion.pull`; raises :class:`Unavailable` when the process has died."""
+        process_memory.read(self._pid, target, offset + self._address, length)
+        death = select.poll()
+        death.register(self._pidfd, select.POLLIN)
+        if death.poll(0):  # its number may be another process's by now, and the bytes with it
+            raise Unavailable(f"process {self._pid} died while its memory was read")
+
+
+ClientRegion = MappedRegion | ProcessRegion
+
+
+@dataclass(frozen=True, slots=True)
+class RegionAsk:
+    """``number`` is the client's name for it; ``pid``, ``pidfd`` are the kernel's word, 0 and -1 when unknown."""
+
+    number: int
+    address: int
+    nbytes: int
+    pid: int
+    pidfd: int
+
+
+class RegionBook:
+    """Regions by session and number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[bytes, dict[int, ClientRegion]] = {}
+
+    def register(self, session: bytes, ask: RegionAsk, memfd: int) -> str:
+        """Find a way to read the region and keep it: "map", "vm", or "" when there is none.
+
+        ``memfd`` is -1 when none came; it stays the caller's. A number used before is replaced.
+        """
+        if ask.nbytes == 0 or ask.address + ask.nbytes > ADDRESS_MAX:
+            raise InvalidArgument(f"a region of {ask.nbytes} bytes at {ask.address:#x} cannot be")
+        region = _opened(ask, memfd)
+        if region is None:
+            return ""
+        with self._lock:
+            regions = self._regions.setdefault(session, {})
+            if len(regions) >= REGIONS_MAX and ask.number not in regions:
+                raise Busy(f"{REGIONS_MAX} regions are registered in this session: unregister some")
+            regions[ask.number] = region
+        return region.method
+
+    def unregister(self, session: bytes, number: int) -> None:
+        with self._lock:
+            self._regions.get(session, {}).pop(number, None)
+
+    def find(self, session: bytes, number: int) -> ClientRegion:
+        """Raises :class:`InvalidArgument` when the session has registered no such region."""
+        region = self._regions.get(session, {}).get(number)
+        if region is None:
+            raise InvalidArgument(f"region {number} is not registered in this session")
+        return region
+
+    def session_ended(self, session: bytes) -> None:
+        with self._lock:
+            self._regions.pop(session, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(len(regions) for regions in self._regions.values())
+
+
+def _opened(ask: RegionAsk, memfd: int) -> ClientRegion | None:
+    if memfd >= 0:
+        mapping = _mapped(memfd, ask.nbytes)
+        if mapping is not None:
+            return MappedRegion(mapping, ask.nbytes)
+    if ask.pid > 0 and ask.pidfd >= 0 and process_memory.readable(ask.pid, ask.address):
+        return ProcessRegion(ask.pid, os.dup(ask.pidfd), ask.address, ask.nbytes)
+    return None
+
+
+def _mapped(memfd: int, nbytes: int) -> mmap.mmap | None:
+    """A read-only map, or None of memory that its owner could take away under us."""
+    try:
+        if not fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return None
+        status = os.fstat(memfd)
+        if status.st_size < nbytes:
+            return None
+        populate = status.st_blocks * 512 >= nbytes and nbytes <= POPULATE_BYTES_MAX
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(memfd, nbytes, flags=flags, prot=mmap.PROT_READ)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOMEM, errno.EBADF, errno.ENODEV):
+            return None  # not a memfd, or no address space for it
+        raise
+
+
+def read_descriptors(packed: bytes, blocks: int, pieces: int, block_bytes: int, region_bytes: int) -> Descriptors:
+    """Descriptors of a pull, int64 [blocks, pieces, 2], every one inside the region.
+
+    Raises :class:`InvalidArgument` when the count is wrong, a piece leaves the region, or a block's pieces
+    do not add up to ``block_bytes``.
+    """
+    if not 1 <= pieces <= PIECES_MAX or len(packed) != blocks * pieces * 16:
+        raise InvalidArgument(f"{len(packed)} bytes of descriptors for {blocks} blocks of {pieces} pieces")
+    table = np.frombuffer(packed, "<i8").reshape(blocks, pieces, 2)
+    offset, length = table[:, :, 0], table[:, :, 1]
+    # Lengths are bounded first: below that bound neither sums nor differences can overflow.
+    if ((length <= 0) | (length > block_bytes)).any() or (length.sum(axis=1) != block_bytes).any():
+        raise InvalidArgument(f"the pieces of a block do not add up to its {block_bytes} bytes")
+    if ((offset < 0) | (offset > region_bytes - length)).any():
+        raise InvalidArgument(f"a descriptor is not inside the region's {region_bytes} bytes")
+    return table
+
+
+def pull(region: ClientRegion, blocks: Sequence[Block], descriptors: Descriptors) -> None:
+    """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
+    base = np.fromiter((block.memory.address + block.offset for block in blocks), np.int64, len(blocks))
+    offset, length = descriptors[:, :, 0], descriptors[:, :, 1]
+    if descriptors.shape[1] == 1:
+        region.pull(base, offset.ravel(), length.ravel())
+        return
+    target = base[:, None] + np.cumsum(length, axis=1) - length
+    region.pull(target.ravel(), offset.ravel(), length.ravel())

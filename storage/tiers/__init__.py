@@ -1,0 +1,1 @@
+"""Moves between DRAM and SSD: what moves, who moves it, what is found again."""
