@@ -33,6 +33,8 @@ from kvstrata.proto.status import Tier
 
 #: A node that has been away for so long is counted out: its parts go to others.
 LONG_GONE_S: Final = 600.0
+#: A node that said goodbye may hold its memory for so long: until then others do not get its parts of DRAM.
+LEAVING_S: Final = 15.0
 #: A tenant's shares are worked out anew at most this often, when something of it changed.
 REBALANCE_S: Final = 1.0
 #: (tenant, node) pairs that one step works on at most: the lock is held for some ten milliseconds.
@@ -267,6 +269,7 @@ class Quotas:
         self.unlinked(node_id, now)
         member = self.nodes.setdefault(node_id, Member())
         first, member.linked_before = not member.linked_before, True
+        member.leaves_at = None
         member.session, member.capacity = session, {tier: capacity.get(tier, 0) for tier in TIERS}
         member.reported, member.placed, member.said_at = False, {}, now
         told = {share.salt: share for share in shares}
@@ -313,15 +316,19 @@ class Quotas:
             self._touch(key)
 
     def stopped(self, node_id: str, now: float) -> None:
-        """It said goodbye: its memory is free, what is on its SSD stays."""
+        """It said goodbye: its memory will be free soon (:data:`LEAVING_S`), what is on its SSD stays."""
         self.unlinked(node_id, now)
         member = self.nodes.get(node_id)
         if member is not None:
-            member.usage = {}
-            for key, tenant in self._tenants.items():
-                if self._drop_part(tenant, Tier.DRAM, node_id):
-                    self._touch(key)
-            self._mail.save(node_id)
+            member.leaves_at = now + LEAVING_S
+
+    def _left(self, node_id: str, member: Member) -> None:
+        """Its process is gone for sure, and its memory with it."""
+        member.leaves_at, member.usage = None, {}
+        for key, tenant in self._tenants.items():
+            if self._drop_part(tenant, Tier.DRAM, node_id):
+                self._touch(key)
+        self._mail.save(node_id)
 
     def _drop_part(self, tenant: Tenant, tier: Tier, node_id: str) -> bool:
         part = tenant.ledgers[tier].parts.pop(node_id, None)
@@ -444,7 +451,10 @@ class Quotas:
         for node_id, member in list(self.nodes.items()):
             if member.session is None and now - member.away_since >= LONG_GONE_S:
                 self._count_out(node_id)
-            elif member.stale_since is not None and now - member.stale_since >= SAVE_S:
+                continue
+            if member.leaves_at is not None and now >= member.leaves_at:
+                self._left(node_id, member)
+            if member.stale_since is not None and now - member.stale_since >= SAVE_S:
                 self._mail.save(node_id)
         self._look_at_guests(now)
         self._say_unmet(now)

@@ -48,6 +48,7 @@ class Member:
 
     session: int | None = None
     away_since: float = 0.0
+    leaves_at: float | None = None  #: it said goodbye; from then on its memory is surely free
     capacity: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     attach_revision: int = 0
     last_revision: int = 0

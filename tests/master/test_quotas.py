@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.master import messages as m
 from kvstrata.master.tenants.division import GRAIN_MIN, Claim, divide
-from kvstrata.master.tenants.quotas import LONG_GONE_S
+from kvstrata.master.tenants.quotas import LEAVING_S, LONG_GONE_S
 from kvstrata.master.tenants.share_mail import TTL_MS
 from kvstrata.proto.status import Tier
 from tests.master.quota_world import MIB, TIERS, QuotaWorld, limit_in
@@ -171,11 +171,22 @@ def test_who_is_long_gone_is_counted_out() -> None:
     assert total(w) == 2 * GIB and (w.granted(SALT)["n0"] or 0) > GIB // 2
 
 
-def test_who_says_goodbye_frees_its_memory_at_once() -> None:
+def test_who_says_goodbye_frees_its_memory_once_its_process_is_gone() -> None:
     w = up(count=2, limit=2 * GIB)
     w.stop("n0")
-    w.settle(3)
+    w.settle(LEAVING_S - 2)
+    assert w.granted(SALT)["n1"] == GIB, "it may still hold what it had"
+    w.settle(5)
     assert w.granted(SALT)["n1"] == 2 * GIB
+
+
+def test_who_comes_back_from_a_goodbye_in_time_has_its_part() -> None:
+    w = up(count=2, limit=2 * GIB)
+    w.stop("n0")
+    w.settle(LEAVING_S - 5)
+    w.attach("n0")
+    w.settle(20)
+    assert w.granted(SALT) == {"n0": GIB, "n1": GIB}
 
 
 def test_a_restart_of_the_master_evicts_nothing_and_forgets_nothing() -> None:
