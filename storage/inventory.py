@@ -77,6 +77,8 @@ class Inventory:
         self._retired: dict[Shelf, Departure] = {}
         self._adopted: list[tuple[Block, bytes]] = []
         policy.capacity = arena.bytes_total
+        if quotas is not None:
+            policy.limit = lambda salt: quotas.limit(tier, salt, self.now)
 
     @property
     def now(self) -> float:
@@ -504,7 +506,7 @@ class Inventory:
     def hint(self, shelf: Shelf, hashes: Sequence[bytes], kind: HintKind, until: float) -> list[bytes]:
         """Do as the owner of blocks says, in chain order; those it changed. Only against its other blocks.
 
-        KEEP until a time: at most half of what the tenant uses, older hints lapse first.
+        KEEP until a time: at most half of what the tenant may use, older hints lapse first.
         """
         found = [shelf.blocks.get(key) for key in dict.fromkeys(hashes)]
         blocks = [block for block in found if block is not None and block.state == VISIBLE]

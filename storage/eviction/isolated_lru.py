@@ -47,7 +47,9 @@ class IsolatedLRU:
         self._active: OrderedDict[Tenant, None] = OrderedDict()
         #: slot size -> heaps of the groups of active and of idle tenants, by charge above floor, greatest first
         self._heaps: dict[int, tuple[list[tuple[int, int, Group]], list[tuple[int, int, Group]]]] = {}
-        self._keeps = Keeps(self.charges)
+        #: A salt's limit in bytes, None where it has none.
+        self.limit: Callable[[str], int | None] = lambda salt: None
+        self._keeps = Keeps(self._room)
         self._serial = count(1)
 
     # ------------------------------------------------------------------ charges, floors, fair shares
@@ -104,6 +106,12 @@ class IsolatedLRU:
         tenant = self._tenants.get(salt)
         sharing = len(self._active) + (tenant is None or tenant.idle)
         return max(0, self.capacity - self._floors) // max(1, sharing)
+
+    def _room(self, tenant: Tenant) -> int:
+        """Bytes the tenant may use: its fair share, or more where it has more, and no more than its limit."""
+        used, limit = self.charges[tenant.salt], self.limit(tenant.salt)
+        fair = max(used, tenant.floor + self._equal_part(tenant.salt))
+        return fair if limit is None else min(fair, limit)
 
     def _use(self, tenant: Tenant) -> None:
         tenant.used_at = self.now
@@ -326,7 +334,7 @@ class IsolatedLRU:
     def keep(self, blocks: Sequence[Block], until: float) -> int:
         """Hold blocks of one shelf, in chain order, back until a time; how many: a prefix of them.
 
-        What a tenant keeps is at most half of what it uses: older hints lapse first.
+        What a tenant keeps is at most half of what it may use: older hints lapse first.
         """
         if not blocks:
             return 0

@@ -1,16 +1,16 @@
-"""What hints keep: which blocks, for whom, until when, and no more than a part of what their tenant uses."""
+"""What hints keep: which blocks, for whom, until when, and no more than a part of what their tenant may use."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Final
 
 from kvstrata.storage.eviction.queues import Keep, Tenant
 from kvstrata.storage.records import Block
 
-#: Hints may keep one part in this many of what their tenant uses.
+#: Hints may keep one part in this many of what their tenant may use.
 KEEP_SHARE: Final = 2
 #: The heap is rebuilt when it holds this many entries and most of them are of keeps that have ended.
 SLACK: Final = 64
@@ -19,19 +19,19 @@ SLACK: Final = 64
 class Keeps:
     """All keeps of one tier. Where their blocks stand in queues is the policy's business.
 
-    ``charges``: bytes that each salt uses, which are the policy's.
+    ``room`` gives the bytes that a tenant may use.
     """
 
-    def __init__(self, charges: Mapping[str, int]) -> None:
+    def __init__(self, room: Callable[[Tenant], int]) -> None:
         #: Those that keep anything.
         self.tenants: dict[Tenant, None] = {}
-        self._charges = charges
+        self._room = room
         self._by_end: list[tuple[float, int, Keep]] = []
         self._serial = count()
 
     def most(self, tenant: Tenant) -> int:
-        """Bytes that hints may keep of what the tenant uses now."""
-        return self._charges[tenant.salt] // KEEP_SHARE
+        """Bytes that hints may keep for the tenant now."""
+        return self._room(tenant) // KEEP_SHARE
 
     def begin(self, tenant: Tenant, blocks: Sequence[Block], until: float) -> None:
         """Keep these from now on; what kept any of them before has less."""
@@ -68,7 +68,7 @@ class Keeps:
 
     def above(self, tenant: Tenant) -> Iterator[list[Block]]:
         """As :meth:`over_by`: the tenant's oldest keeps, until the others are no more than they may be."""
-        while tenant.keeps and tenant.kept_bytes * KEEP_SHARE > self._charges[tenant.salt]:
+        while tenant.keeps and tenant.kept_bytes > self.most(tenant):
             yield list(next(iter(tenant.keeps)).blocks)
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kvstrata.storage.records import Block, Shelf
@@ -16,6 +16,7 @@ class EvictionPolicy(Protocol):
     stamp: int
     now: float
     capacity: int
+    limit: Callable[[str], int | None]
 
     def charge(self, salt: str, nbytes: int) -> None: ...
     def discharge(self, salt: str, nbytes: int) -> None: ...

@@ -54,7 +54,6 @@ def test_a_prefix_survives_its_think_time_under_its_own_tenants_pressure(
     salt = f"agent-{kept}"
     limited(pool, salt, SHARE)
     agent = Tenant(client, salt, PREFIX).stored()
-    pressure(client, agent, 32)  # what else it is at: hints keep at most half of what a tenant has
     if kept:
         assert client.keep(agent.ns, salt, agent.hashes, 600) >= PREFIX
     pressure(client, agent, 10 * SHARE)

@@ -46,8 +46,6 @@ def flood(node: OrderedNode, salt: str = "a") -> None:
 
 def test_a_kept_prefix_survives_its_own_tenants_pressure_until_its_time_is_over(node: OrderedNode) -> None:
     node.chain(range(8), 4, salt="a")
-    assert hint(node, range(8), HintKind.KEEP, ttl_s=30.0) == 4, "half of what it has, at most"
-    node.store(range(100, 120), salt="a")
     assert hint(node, range(8), HintKind.KEEP, ttl_s=30.0) == 8
     flood(node)
     assert node.present(range(8), "a") == list(range(8))

@@ -143,8 +143,6 @@ def test_what_is_kept_outlives_a_flood_of_its_own_tenant(make_node: MakeNode) ->
     """An agent's prefix survives its think time under pressure of its own tenant."""
     node = make_node(slabs=4)
     node.chain(range(12), 4)
-    assert hint(node, range(12), HintKind.KEEP, node.now + 60) == 6, "half of what is used: the beginning"
-    node.store(range(1000, 1012))
     assert hint(node, range(12), HintKind.KEEP, node.now + 60) == 12
     flood(node, 3 * node.capacity)
     assert node.present(range(12)) == list(range(12))
@@ -152,6 +150,18 @@ def test_what_is_kept_outlives_a_flood_of_its_own_tenant(make_node: MakeNode) ->
     node.state.expire(node.now)
     flood(node, node.capacity, start=50_000)
     assert node.present(range(12)) == []
+
+
+def test_what_is_kept_is_half_of_what_its_tenant_may_use(make_node: MakeNode) -> None:
+    node = make_node(slabs=4)
+    node.chain(range(12), 4)
+    node.state.quotas.apply([NodeShare("", 12 * BLOCK)], [], True, None, 0.0, node.now)
+    assert hint(node, range(12), HintKind.KEEP, node.now + 60) == 6, "of its limit: the beginning"
+    node.state.quotas.apply([], [], True, None, 0.0, node.now)
+    node.store(range(1000, 1000 + node.capacity // 2), salt="other")
+    half = (node.arena.bytes_total // 2) // 2 // BLOCK
+    node.chain(range(100, 100 + node.capacity - node.capacity // 2 - 12), 4)
+    assert hint(node, range(100, 160), HintKind.KEEP, node.now + 60) == min(60, half), "of its fair share"
 
 
 def test_forgetting_ends_a_keep(make_node: MakeNode) -> None:
