@@ -44,11 +44,15 @@ class DeviceConfig:
 
 
 def extent_bytes_for(smallest: int, wanted: int | None) -> int:
-    """An eighth of the smallest device, 64 MiB to 1 GiB and at most half of it. Raises :class:`ConfigError`."""
+    """About an eighth of the smallest device, 64 MiB to 1 GiB and at most half of it, so that nothing is left over.
+
+    Raises :class:`ConfigError`.
+    """
     size = wanted
     if size is None:
-        size = min(max(smallest // EXTENTS_WANTED, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
-        size = min(size, (smallest - removal_bytes_for(smallest)) // EXTENTS_MIN)
+        room = max(0, smallest - removal_bytes_for(smallest))
+        about = min(max(room // EXTENTS_WANTED, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+        size = room // max(EXTENTS_MIN, -(-room // about))
     size -= size % SECTOR_BYTES
     if size < EXTENT_BYTES_FLOOR:
         raise ConfigError(f"extents of {size} bytes are too small: at least {EXTENT_BYTES_FLOOR} (is --ssd too small?)")

@@ -15,7 +15,7 @@ from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.ssd.base import SECTOR_BYTES, Removal
 from kvstrata.storage.ssd.log import DeviceConfig, SsdLog
-from kvstrata.storage.ssd.opening import extent_bytes_for
+from kvstrata.storage.ssd.opening import extent_bytes_for, removal_bytes_for
 from tests.storage.ssd.stores import BLOCK_BYTES, DEVICE_BYTES, EXTENT_BYTES, Store, key, payload, versions_of
 
 LOADED, CORRUPT, READ_ERROR = BlockStatus.LOADED, BlockStatus.CORRUPT, BlockStatus.READ_ERROR
@@ -464,9 +464,15 @@ def test_a_start_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
 
 
 def test_extent_sizes(tmp_path: Path) -> None:
-    assert extent_bytes_for(4 << 40, None) == 1 << 30
-    assert extent_bytes_for(1 << 30, None) == 128 << 20
-    assert extent_bytes_for(200 << 20, None) == 64 << 20
+    for nbytes, least, most in (
+        (4 << 40, 1023 << 20, 1 << 30),
+        (1 << 30, 113 << 20, 128 << 20),
+        (200 << 20, 40 << 20, 64 << 20),
+    ):
+        size = extent_bytes_for(nbytes, None)
+        assert least <= size <= most
+        room = nbytes - removal_bytes_for(nbytes)
+        assert room - room // size * size < nbytes // 256, "next to nothing is left over"
     with pytest.raises(ConfigError, match="too small"):
         extent_bytes_for(1 << 30, 4096)
     filled([tmp_path])
