@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -41,8 +42,14 @@ class _StateCollector(Collector):
         for name, age_s in report.loop_age_seconds.items():
             ages.add_metric([name], age_s)
         yield ages
-        directory_bytes, intents, tombstones = self._hub.read(
-            lambda state, _: (state.directory.nbytes, state.placement.intents, len(state.tombstones))
+        directory_bytes, ghosts, intents, tombstones, orphans = self._hub.read(
+            lambda state, _: (
+                state.directory.nbytes,
+                state.directory.ghost_blocks,
+                state.placement.intents,
+                len(state.tombstones),
+                dataclasses.replace(state.orphans.counted),
+            )
         )
         for name, text, value in (
             ("blocks", "Distinct blocks in the directory", report.blocks),
@@ -50,11 +57,16 @@ class _StateCollector(Collector):
             ("healthy", "1 when /healthz answers 200", int(report.healthy)),
             ("ready", "1 when /readyz answers 200", int(report.ready)),
             ("directory_bytes", "Memory of the directory's tables", directory_bytes),
+            ("ghosts", "Blocks that left, of which the reason is remembered", ghosts),
             ("intents", "Soft intents remembered", intents),
             ("tombstones", "Removals that some node has not confirmed", tombstones),
             ("store_failures", "Writes the state store refused", self._hub.journal.failures),
         ):
             yield GaugeMetricFamily(f"kvstrata_master_{name}", text, value=value)
+        told = CounterMetricFamily("kvstrata_master_orphans", "Sister shards of evicted blocks", labels=["what"])
+        for what, count in dataclasses.asdict(orphans).items():
+            told.add_metric([what], count)
+        yield told
         yield from tenant_metrics(self._hub, self._tenants)
 
 

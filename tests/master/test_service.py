@@ -158,6 +158,8 @@ def test_http(master: Master, node: Make, client: Any) -> None:
         'kvstrata_master_block_hits_total{tier="dram"} 3.0',
         'kvstrata_master_block_misses_total{reason="never_stored"} 2.0',
         'kvstrata_master_blocks_placed_total{state="new"} 1.0',
+        'kvstrata_master_orphans_total{what="told"} 0.0',
+        "kvstrata_master_ghosts 0.0",
         'kvstrata_master_nodes{state="active"} 1.0',
         "kvstrata_master_blocks 3.0",
     ):
