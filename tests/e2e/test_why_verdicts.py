@@ -151,6 +151,7 @@ def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(
 ) -> None:
     """Every block once, whatever became of it; the client's count is what the node's must add up to."""
     here = Tenant(client, "sum", 24, chain="here").stored()
+    until(lambda: sum(int(pool.tenants(node, "sum")[0]["ssd_bytes"]) for node in range(2)) == here.count * SSD_SLOT)
     admin.set_tenant(control.TenantPolicy(salt="sum", dram_limit=8 * DRAM_SLOT))  # the others are on SSD only
     until(lambda: sum(int(pool.tenants(node, "sum")[0]["dram_bytes"]) for node in range(2)) <= 8 * DRAM_SLOT)
     asked_before, node_before = _master(pool), _nodes(pool)
