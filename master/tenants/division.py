@@ -18,7 +18,8 @@ INCUMBENT: Final = 0.5
 class Claim:
     """One node's side of it: the bytes ``demand`` wants, ``held`` is its present part, ``capacity`` bounds it.
 
-    ``rank`` settles ties, the same way each time, and differently for different tenants.
+    ``rank`` settles ties, the same way each time, and differently for different tenants. ``least``: the bytes
+    without which what the tenant has in the tier below cannot be read here; 0 where it has nothing there.
     """
 
     node_id: str
@@ -26,25 +27,36 @@ class Claim:
     held: int
     capacity: int
     rank: int = 0
+    least: int = 0
 
 
 def grain_of(block_bytes: int) -> int:
     """The smallest share worth having, for a tenant whose largest block is ``block_bytes``."""
-    return max(GRAIN_MIN, BLOCKS_A_SHARE * block_bytes)
+    return max(GRAIN_MIN, least_of(block_bytes))
+
+
+def least_of(block_bytes: int) -> int:
+    """A share through which a tenant's blocks can be read from the tier below."""
+    return BLOCKS_A_SHARE * block_bytes
 
 
 def divide(total: int, claims: Sequence[Claim], grain: int) -> dict[str, int]:
     """Parts of ``total`` by node id, Σ = min(total, Σ capacity); each is 0 or (where there is room) >= ``grain``.
 
     Demands come first: met whole when they fit, else in proportion. What is left goes by capacity. A total
-    for which a part on each node would be a sliver lives on few nodes: those that want and have most of it.
+    for which a part on each node would be a sliver lives on few nodes: those that want and have most of it, and,
+    with a little each, those that cannot read what they have below without it.
     """
     usable = [claim for claim in claims if claim.capacity > 0]
     parts = dict.fromkeys((claim.node_id for claim in claims), 0)
     if total <= 0 or not usable:
         return parts
-    chosen = _few(total, usable, grain)
-    least = {claim.node_id: min(grain, total // len(chosen), claim.capacity) for claim in chosen}
+    few = _few(total, usable, grain)
+    readers = _readers(total, [claim for claim in usable if claim not in few], len(few), grain)
+    chosen = [*few, *readers]
+    each = (total - sum(claim.least for claim in readers)) // len(few)
+    least = {claim.node_id: min(grain, each, claim.capacity) for claim in few}
+    least.update((claim.node_id, claim.least) for claim in readers)
     parts.update(least)
     room = {claim.node_id: claim.capacity - least[claim.node_id] for claim in chosen}
     wants = {c.node_id: min(max(0, c.demand - least[c.node_id]), room[c.node_id]) for c in chosen}
@@ -63,6 +75,20 @@ def _few(total: int, claims: Sequence[Claim], grain: int) -> list[Claim]:
     while count < len(ranked) and sum(claim.capacity for claim in ranked[:count]) < total:
         count += 1
     return ranked[:count]
+
+
+def _readers(total: int, others: Sequence[Claim], few: int, grain: int) -> list[Claim]:
+    """Of the others, those that need a little: as many as leave the few at least as much each."""
+    readers: list[Claim] = []
+    spent = 0
+    for claim in sorted(others, key=lambda c: (-c.demand, c.rank, c.node_id)):
+        if not 0 < claim.least <= min(claim.capacity, grain):
+            continue
+        if spent + claim.least + few * claim.least > total:
+            break
+        readers.append(claim)
+        spent += claim.least
+    return readers
 
 
 def _pour(amount: int, weights: Mapping[str, int], room: Mapping[str, int], into: dict[str, int]) -> None:

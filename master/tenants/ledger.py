@@ -141,8 +141,11 @@ class Ledger:
         salt_rank: Mapping[str, int],
         unheard: Collection[str],
         now: float,
+        least: Mapping[str, int] | None = None,
     ) -> Plan:
         """What to change on the nodes of ``capacities`` (those that can be told), by demand.
+
+        ``least``: bytes that a node needs for what it has in the tier below.
 
         Lower parts first; a raise takes no more than what nobody may be using. Nodes ``unheard`` have not
         reported yet: they may be using all that they have.
@@ -157,6 +160,7 @@ class Ledger:
                 min(_intended(self.parts[node_id]), capacity),
                 capacity,
                 salt_rank.get(node_id, 0),
+                (least or {}).get(node_id, 0),
             )
             for node_id, capacity in capacities.items()
         ]

@@ -529,7 +529,7 @@ class Quotas:
                     default = self._default.ledgers[tier]
                     plan = ledger.toward({n: default.part(n).granted for n in here}, 1)
                 else:
-                    plan = ledger.plan(here, grain, ranks, unheard, now)
+                    plan = ledger.plan(here, grain, ranks, unheard, now, tenant.least(tier))
                 if now >= self._recovers_until or not ledger.guessed:
                     self._lower(key, ledger, plan.lowered)
                 self._raise(key, ledger, plan.raised)

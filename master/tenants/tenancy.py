@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstrata.master import messages as m
+from kvstrata.master.tenants.division import least_of
 from kvstrata.master.tenants.ledger import UNLIMITED, Ledger, Part
 from kvstrata.proto.status import Tier
 
@@ -30,6 +31,12 @@ class Tenant:
 
     def part(self, tier: Tier, node_id: str) -> Part:
         return self.ledgers[tier].part(node_id)
+
+    def least(self, tier: Tier) -> dict[str, int]:
+        """Bytes of DRAM without which a node cannot read what the tenant has on its SSD; none in another tier."""
+        if tier != Tier.DRAM:
+            return {}
+        return {node_id: least_of(self.block_bytes) for node_id, part in self.ledgers[Tier.SSD] if part.used}
 
     def share(self, node_id: str) -> m.Share:
         dram, ssd = (self.part(tier, node_id) for tier in TIERS)

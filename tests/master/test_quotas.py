@@ -22,9 +22,9 @@ def world(count: int = 3, dram: int = 10 * GIB, ssd: int = 0) -> QuotaWorld:
     return QuotaWorld({f"n{number}": (dram, ssd) for number in range(count)})
 
 
-def up(count: int = 3, limit: int = 3 * GIB, dram: int = 10 * GIB) -> QuotaWorld:
+def up(count: int = 3, limit: int = 3 * GIB, dram: int = 10 * GIB, ssd: int = 0) -> QuotaWorld:
     """Nodes that are attached, one tenant with its shares out."""
-    w = world(count, dram)
+    w = world(count, dram, ssd)
     w.set(m.TenantPolicy(SALT, limit))
     for node_id in w.nodes:
         w.attach(node_id)
@@ -57,6 +57,30 @@ def test_small_totals_live_on_few_nodes() -> None:
     held = [*claims[:9], Claim("n9", 0, 8, 1000, rank=99)]
     assert divide(8, held, grain=10)["n9"] == 8, "or the one that has it"
     assert divide(35, [Claim("a", 0, 0, 5), Claim("b", 0, 0, 40)], grain=50) == {"a": 5, "b": 30}
+
+
+def test_a_node_that_has_blocks_below_gets_what_reading_them_takes() -> None:
+    wanting = Claim("a", 90, 0, 1000)
+    parts = divide(100, [wanting, Claim("b", 0, 0, 1000, least=10), Claim("c", 0, 0, 1000)], grain=80)
+    assert parts == {"a": 90, "b": 10, "c": 0}
+    many = [wanting, *(Claim(f"n{i}", 0, 0, 1000, least=10) for i in range(20))]
+    parts = divide(100, many, grain=80)
+    assert sum(parts.values()) == 100 and sorted(parts.values())[-10:] == [10] * 10, "as far as it goes round"
+    assert divide(15, [wanting, Claim("b", 0, 0, 1000, least=10)], grain=80) == {"a": 15, "b": 0}, (
+        "not a half of little"
+    )
+
+
+def test_memory_follows_what_is_on_ssd() -> None:
+    """A limit that would live on one node: another that has the tenant's blocks on SSD must be able to read them."""
+    w = up(count=3, limit=48 << 20, ssd=10 * GIB)
+    w.quotas.seen(SALT, 1 << 20, w.now)
+    home = next(node_id for node_id, part in w.granted(SALT).items() if part)
+    other = next(node_id for node_id in w.nodes if node_id != home)
+    w.nodes[home].store(Tier.DRAM, SALT, 48 << 20, w.now)
+    w.nodes[other].store(Tier.SSD, SALT, GIB, w.now)
+    w.settle(20)
+    assert w.granted(SALT)[other] == 16 << 20 and total(w) == 48 << 20
 
 
 # ---------------------------------------------------------------------- the life of a share
