@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.master import messages as m
 from kvstrata.master.tenants import share_mail
-from kvstrata.master.tenants.quotas import PAIRS_A_STEP, UNMET_SAID_S
+from kvstrata.master.tenants.quotas import LEAVING_S, PAIRS_A_STEP, UNMET_SAID_S
 from kvstrata.proto.status import Tier
 from tests.master.quota_world import MIB, QuotaWorld
 
@@ -75,6 +75,7 @@ def test_a_node_that_stops_while_a_raise_waits_to_be_saved_is_saved_without_it(
     w.stop(waiting[0])
     w.settle(5)
     assert not w.quotas.nodes[waiting[0]].rising and len(w.grants) == 2
+    w.settle(LEAVING_S)
     other = "n1" if waiting == ["n0"] else "n0"
     assert w.granted("t")[other] == 6 * GIB, "all of it"
 
