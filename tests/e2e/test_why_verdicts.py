@@ -178,7 +178,8 @@ def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(
     assert after["misses"] - asked_before["misses"] >= absent.count
     node_after = _nodes(pool)
     read = {name: node_after.get(name, 0) - node_before.get(name, 0) for name in node_after}
-    assert read["hit_dram"] + read["hit_ssd"] == loaded and read["hit_ssd"] == tiers, read
+    # What was read ahead in time is in memory by the time it is asked for: the client knows where it was before.
+    assert read["hit_dram"] + read["hit_ssd"] == loaded and read["hit_ssd"] <= tiers, read
     asked = sum(pool.health(index)["counts"]["blocks_asked"] for index in range(2))
     assert sum(node_after.values()) == asked, node_after
 
