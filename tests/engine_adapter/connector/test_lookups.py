@@ -71,6 +71,18 @@ class Pair:
             select.select([self.client.fileno()], [], [], 0.01)
         raise AssertionError("no question came")
 
+    def parted(self) -> None:
+        """Wait until the client knows that nobody is there; what it sent before is lost, and ends late."""
+        retries = self.client.stats()["lookup_retries"]
+        for _ in range(WAIT_MS // 10):
+            self.client.ask("", [b""], prefetch=False)
+            if self.client.stats()["lookup_retries"] > retries:
+                self.clock.now += DEADLINE_S
+                assert {end.reason for end in self.client.poll()} == {LookupReason.LATE}
+                return
+            select.select([], [], [], 0.01)
+        raise AssertionError("the client still sends to a worker that is gone")
+
     def ends(self) -> list[LookupEnd]:
         """Wait until the descriptor says that there is something, as an idle engine does."""
         for _ in range(100):
@@ -218,6 +230,7 @@ def test_a_dead_worker_costs_a_deadline_and_another_one_is_found(tmp_path: Path)
         pair.client.ask("", [H[0]], prefetch=False)
         pair.clock.now += DEADLINE_S
         assert [end.reason for end in pair.client.poll()] == [LookupReason.LATE]
+        pair.parted()
         pair.worker = FakeWorker(f"ipc://{tmp_path}/lookup")
         pair.connect()
     finally:
