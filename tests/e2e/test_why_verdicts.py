@@ -158,7 +158,7 @@ def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(
     # What is this little lives on one node: it may take a report for that to be known to be the one with the blocks.
     until(lambda: here.load().loaded.any() and home()["dram_limit"] == 8 * DRAM_SLOT)
     until(lambda: sum(int(pool.tenants(node, "sum")[0]["dram_bytes"]) for node in range(2)) <= 8 * DRAM_SLOT)
-    asked_before, node_before = _master(pool), _nodes(pool)
+    asked_before, node_before, promoted_before = _master(pool), _nodes(pool), _promoted(pool)
     absent = Tenant(client, "sum", 9, chain="absent")
     one = Tenant(client, "sum", 1, chain="here")
     one.hashes, one.data = here.hashes[-16:], here.data[-1:]
@@ -178,8 +178,10 @@ def test_blocks_asked_are_hits_and_misses_on_the_master_and_on_the_nodes(
     assert after["misses"] - asked_before["misses"] >= absent.count
     node_after = _nodes(pool)
     read = {name: node_after.get(name, 0) - node_before.get(name, 0) for name in node_after}
-    # What was read ahead in time is in memory by the time it is asked for: the client knows where it was before.
-    assert read["hit_dram"] + read["hit_ssd"] == loaded and read["hit_ssd"] <= tiers, read
+    assert read["hit_dram"] + read["hit_ssd"] == loaded, read
+    # A block that the load itself has had read ahead may be in memory when it is acquired: SSD to the client, whose
+    # load it was, memory to the node. Whatever the client calls SSD was read from there.
+    assert read["hit_ssd"] <= tiers <= _promoted(pool) - promoted_before, read
     asked = sum(pool.health(index)["counts"]["blocks_asked"] for index in range(2))
     assert sum(node_after.values()) == asked, node_after
 
@@ -191,6 +193,10 @@ def _master(pool: TieredPool) -> dict[str, float]:
         "hits": sum(v for (name, _), v in rows.items() if name == "kvstrata_master_block_hits_total"),
         "misses": sum(v for (name, _), v in rows.items() if name == "kvstrata_master_block_misses_total"),
     }
+
+
+def _promoted(pool: TieredPool) -> float:
+    return sum(pool.metrics(f"node{index}")["kvstrata_node_promoted_total", ""] for index in range(2))
 
 
 def _nodes(pool: TieredPool) -> dict[str, float]:
