@@ -6,6 +6,7 @@ state fail.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
@@ -14,6 +15,7 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.errors import InvalidArgument, VersionMismatch
 from kvstrata.proto.keys import SALT_CHARACTERS_MAX, Namespace, check_salt
+from kvstrata.proto.limits import limits_of
 from kvstrata.proto.status import Tier
 
 NODE_ID_CHARACTERS_MAX: Final = 128
@@ -110,29 +112,13 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
 
 def attach_of(attach: control.Attach) -> m.Attach:
     """Raises as :func:`facts_of`."""
-    shares = tuple(_share(share) for share in attach.shares)
+    shares = tuple(m.Share(**limits_of(share)) for share in attach.shares)
     return m.Attach(facts_of(attach), shares, tuple((epoch.group, epoch.epoch) for epoch in attach.epochs))
 
 
-def _share(share: control.Share) -> m.Share:
-    return m.Share(
-        salt=check_salt(share.salt),
-        dram_limit=share.dram_limit if share.HasField("dram_limit") else None,
-        ssd_limit=share.ssd_limit if share.HasField("ssd_limit") else None,
-        dram_floor=share.dram_floor,
-        ssd_floor=share.ssd_floor,
-    )
-
-
-def share_message(share: m.Share | m.TenantPolicy) -> control.Share:
+def share_message(share: m.Share) -> control.Share:
     """Limits that are None stay absent."""
-    return control.Share(
-        salt=share.salt,
-        dram_limit=share.dram_limit,
-        ssd_limit=share.ssd_limit,
-        dram_floor=share.dram_floor,
-        ssd_floor=share.ssd_floor,
-    )
+    return control.Share(**dataclasses.asdict(share))
 
 
 def _shares(command: m.SendShares) -> control.Shares:

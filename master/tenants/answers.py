@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
@@ -15,6 +16,7 @@ from kvstrata.master.tenants.tenancy import TIERS, by_tier, denied, used_of
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import check_salt
+from kvstrata.proto.limits import limits_of
 from kvstrata.proto.status import Tier
 
 #: Rows of one listing, whatever the caller asks for.
@@ -63,7 +65,7 @@ class Tenants:
         Raises :class:`InvalidArgument` with the numbers when it cannot be, :class:`Unavailable` when it is in
         effect and may be forgotten in a restart.
         """
-        policy = policy_of(request.policy)
+        policy = m.TenantPolicy(**limits_of(request.policy))
         if request.is_default:
             return self._set_default(policy, request.deny, request.dry_run)
         if request.deny:
@@ -194,24 +196,8 @@ def _quota(row: control.TenantRow) -> int:
 
 
 def policy_message(policy: m.TenantPolicy) -> control.TenantPolicy:
-    return control.TenantPolicy(
-        salt=policy.salt,
-        dram_limit=policy.dram_limit,
-        ssd_limit=policy.ssd_limit,
-        dram_floor=policy.dram_floor,
-        ssd_floor=policy.ssd_floor,
-    )
-
-
-def policy_of(message: control.TenantPolicy) -> m.TenantPolicy:
-    """Raises :class:`InvalidArgument` for a salt that is too long."""
-    return m.TenantPolicy(
-        salt=check_salt(message.salt),
-        dram_limit=message.dram_limit if message.HasField("dram_limit") else None,
-        ssd_limit=message.ssd_limit if message.HasField("ssd_limit") else None,
-        dram_floor=message.dram_floor,
-        ssd_floor=message.ssd_floor,
-    )
+    """Limits that are None stay absent."""
+    return control.TenantPolicy(**dataclasses.asdict(policy))
 
 
 # ---------------------------------------------------------------------- checks

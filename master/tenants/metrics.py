@@ -57,6 +57,11 @@ def tenant_metrics(hub: Hub, tenants: Tenants) -> Iterable[Metric]:
         "Lookups and placements that predictions of hit rates missed, as too many waited to be heard",
         value=hub.lookup_log.missed,
     )
+    yield CounterMetricFamily(
+        "kvstrata_master_what_if_turned_away",
+        "Lookups and placements of tenants that predictions have no room for",
+        value=hub.lookup_log.read(lambda what_if: what_if.turned_away),
+    )
     yield GaugeMetricFamily(
         "kvstrata_master_shares_outstanding", "Shares that nodes have not confirmed", value=totals.outstanding
     )

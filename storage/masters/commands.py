@@ -8,6 +8,7 @@ that could not be made to last is confirmed with the error, and its master keeps
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final, cast
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, KVError
 from kvstrata.proto.keys import Namespace, check_salt
+from kvstrata.proto.limits import limits_of
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.eviction.quotas import NodeShare, share_problem
 from kvstrata.storage.masters.policies import Policies, PolicyFile
@@ -332,27 +334,12 @@ class Commands:
 
 def shares_told(shares: Iterable[NodeShare]) -> list[control.Share]:
     """For the attach message."""
-    return [
-        control.Share(
-            salt=share.salt,
-            dram_limit=share.dram_limit,
-            ssd_limit=share.ssd_limit,
-            dram_floor=share.dram_floor,
-            ssd_floor=share.ssd_floor,
-        )
-        for share in shares
-    ]
+    return [control.Share(**dataclasses.asdict(share)) for share in shares]
 
 
 def _share(share: control.Share) -> NodeShare:
     """Raises :class:`InvalidArgument` when it cannot be one."""
-    taken = NodeShare(
-        check_salt(share.salt),
-        share.dram_limit if share.HasField("dram_limit") else None,
-        share.ssd_limit if share.HasField("ssd_limit") else None,
-        share.dram_floor,
-        share.ssd_floor,
-    )
+    taken = NodeShare(**limits_of(share))
     problem = share_problem(taken)
     if problem:
         raise InvalidArgument(problem)

@@ -260,3 +260,4 @@ def test_metrics_name_tenants_with_a_policy_and_sum_the_others(
     assert unmet == {"dram": 0, "ssd": GIB}
     assert families["kvstrata_master_shares_outstanding"][0].value > 0
     assert families["kvstrata_master_what_if_unheard"][0].value == 0
+    assert families["kvstrata_master_what_if_turned_away"][0].value == 0

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import errors, wire
 from kvstrata.proto.errors import InvalidArgument, ProtocolError
 from kvstrata.proto.keys import Namespace, check_salt, pack_hashes, split_hashes
+from kvstrata.proto.limits import Limits, limits_of
 from kvstrata.proto.status import HELD, BlockStatus, Departure, HintKind
 from kvstrata.proto.wire import Kind
 
@@ -133,3 +135,14 @@ def test_status_values_are_frozen() -> None:
         "EPOCH": 8, "HINT": 9, "ORPHAN": 10,
     }  # fmt: skip
     assert {kind.name: kind.value for kind in HintKind} == {"KEEP": 1, "FORGET": 2, "DROP": 3}
+
+
+@pytest.mark.parametrize("message", [control.Share, control.TenantPolicy])
+def test_limits_survive_the_wire_and_none_is_not_zero(message: type[control.Share | control.TenantPolicy]) -> None:
+    for limits in (
+        Limits(salt="t", dram_limit=None, ssd_limit=0, dram_floor=3, ssd_floor=4),
+        Limits(salt="", dram_limit=1 << 40, ssd_limit=None, dram_floor=0, ssd_floor=0),
+    ):
+        assert limits_of(message.FromString(message(**limits).SerializeToString())) == limits
+    with pytest.raises(InvalidArgument, match="cache_salt"):
+        limits_of(message(salt="x" * 129))
