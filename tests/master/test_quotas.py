@@ -209,6 +209,7 @@ def test_who_comes_back_from_a_goodbye_in_time_has_its_part() -> None:
     w.stop("n0")
     w.settle(LEAVING_S - 5)
     w.attach("n0")
+    w.settle(1)
     w.nodes["n0"].store(Tier.DRAM, SALT, GIB, w.now)
     for _ in range(20):
         w.settle(1)
