@@ -112,8 +112,10 @@ class Quotas:
         for tier, limit, floor in by_tier(share):
             part = tenant.part(tier, node_id)
             self._floors.give(tier, node_id, part, floor)
-            if limit is not None and tenant.ledgers[tier].limited:
-                part.granted = part.peak = limit
+            ledger = tenant.ledgers[tier]
+            if ledger.limited:
+                # Saved before there was a limit: the node may have been told of any part of it since.
+                part.granted = part.peak = ledger.limit if limit is None else limit
                 part.restored = True
 
     @property
@@ -187,6 +189,7 @@ class Quotas:
                     part.granted = member.capacity[tier] if member.session is not None else part.used
                     part.peak = max(part.granted, part.used)
                     part.rise = None
+                    self._mail.save(node_id)  # the store has it without a limit
             ledger.excuse()
         for node_id in self.nodes:
             self._mail.say(node_id, key)
@@ -269,7 +272,8 @@ class Quotas:
         self.unlinked(node_id, now)
         member = self.nodes.setdefault(node_id, Member())
         first, member.linked_before = not member.linked_before, True
-        member.leaves_at = None
+        if member.leaves_at is not None:  # another process, with empty memory
+            self._left(node_id, member)
         member.session, member.capacity = session, {tier: capacity.get(tier, 0) for tier in TIERS}
         member.reported, member.placed, member.said_at = False, {}, now
         told = {share.salt: share for share in shares}

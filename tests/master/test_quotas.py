@@ -211,9 +211,13 @@ def test_who_comes_back_from_a_goodbye_in_time_has_its_part() -> None:
     w.attach("n0")
     w.settle(1)
     w.nodes["n0"].store(Tier.DRAM, SALT, GIB, w.now)
-    for _ in range(20):
-        w.settle(1)
+    tenant = w.quotas.tenant(SALT)
+    assert tenant is not None
+    out = tenant.ledgers[Tier.DRAM].out
+    for _ in range(60):
+        w.settle(0.25)
         assert (w.granted(SALT)["n0"] or 0) >= GIB and w.used(Tier.DRAM, SALT) == GIB, "its part was taken from it"
+        assert w.may_use(Tier.DRAM, SALT) <= out() <= 2 * GIB
 
 
 def test_a_restart_of_the_master_evicts_nothing_and_forgets_nothing() -> None:
