@@ -128,6 +128,9 @@ class Ledger:
         else:
             part.granted = min(part.granted, max(says or 0, free))
         part.granted = max(0, min(part.granted, self.limit - spoken))  # it may have been lowered meanwhile
+        if not first:
+            # Others may still be using more than a limit that was lowered leaves: no headroom beside them.
+            part.granted = min(part.granted, max(part.used, self.limit - out))
         if says is not None and says > part.peak:
             part.peak = says
             self.excuse()
