@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstrata.master import messages as m
+from kvstrata.master.replies import node_ref
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.errors import InvalidArgument, VersionMismatch
@@ -63,6 +64,13 @@ def events_of(message: control.NodeMessage, session: int) -> Iterator[m.Event]:
             yield m.StatusReport(session, _usage(message.status))
         case "detach":
             yield m.Detach(session, message.detach.reason[:200])
+        case "copied":
+            done = message.copied
+            yield m.CopyDone(session, done.command, done.status, done.bytes, done.error[:200])
+        case "offer":
+            yield from _offers(message.offer, session)
+        case "leaving":
+            yield m.Leaving(session, message.leaving.budget_ms / 1000, message.leaving.reason[:200])
         case other:
             raise InvalidArgument(f"a sync message with body {other!r} after the attach")
 
@@ -72,7 +80,15 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
         case m.SendAttached():
             epochs = [control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in command.epochs]
             shares = None if command.shares is None else _shares(command.shares)
-            attached = control.AttachOk(cluster_id=cluster_id, session=command.session, epochs=epochs, shares=shares)
+            attached = control.AttachOk(
+                cluster_id=cluster_id,
+                session=command.session,
+                epochs=epochs,
+                shares=shares,
+                epoch=command.leader_epoch,
+                leading=command.leading,
+                resume_seq=command.resume_seq,
+            )
             return control.MasterMessage(attached=attached)
         case m.SendShares():
             return control.MasterMessage(shares=_shares(command))
@@ -99,6 +115,12 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
                     spec=command.namespace.to_spec(), salt=command.salt, hashes=command.hashes, epoch=command.epoch
                 )
             )
+        case m.SendCopy():
+            return control.MasterMessage(copy=_copy(command))
+        case m.SendDrain():
+            budget_ms = int(command.budget_s * 1000)
+            drain = control.DrainCommand(command=command.command, budget_ms=budget_ms, cancel=command.cancel)
+            return control.MasterMessage(drain=drain)
         case m.SendRemove():
             return control.MasterMessage(
                 remove=control.RemoveCommand(
@@ -110,10 +132,25 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
             )
 
 
+def _copy(command: m.SendCopy) -> control.CopyCommand:
+    return control.CopyCommand(
+        command=command.command,
+        source=node_ref(command.source),
+        spec=command.namespace.to_spec(),
+        salt=command.salt,
+        hashes=command.hashes,
+        epoch=command.epoch,
+        tier=command.tier,
+        reason=command.reason,
+        deadline_ms=int(command.deadline_s * 1000),
+    )
+
+
 def attach_of(attach: control.Attach) -> m.Attach:
     """Raises as :func:`facts_of`."""
     shares = tuple(m.Share(**limits_of(share)) for share in attach.shares)
-    return m.Attach(facts_of(attach), shares, tuple((epoch.group, epoch.epoch) for epoch in attach.epochs))
+    epochs = tuple((epoch.group, epoch.epoch) for epoch in attach.epochs)
+    return m.Attach(facts_of(attach), shares, epochs, attach.leader_epoch, attach.leader_id[:NODE_ID_CHARACTERS_MAX])
 
 
 def share_message(share: m.Share) -> control.Share:
@@ -140,6 +177,15 @@ def _parts(snapshot: control.Snapshot, session: int) -> Iterator[m.SnapshotPart]
         first = snapshot.first and index == 0
         last = snapshot.last and index == len(pieces) - 1
         yield m.SnapshotPart(session, snapshot.cut_seq, (piece,), first, last)
+
+
+def _offers(offer: control.Offer, session: int) -> Iterator[m.Offer]:
+    pieces = [piece for holding in offer.holdings for piece in _pieces(holding)]
+    if not pieces:
+        yield m.Offer(session, offer.command, (), offer.last, offer.bytes_total)
+    for index, piece in enumerate(pieces):
+        last = offer.last and index == len(pieces) - 1
+        yield m.Offer(session, offer.command, (piece,), last, offer.bytes_total)
 
 
 def _pieces(holding: control.Holding) -> Iterator[m.Holding]:
@@ -191,4 +237,8 @@ def _usage(status: control.NodeStatus) -> m.NodeUsage:
         devices=tuple(
             m.Device(d.path[:200], d.state[:20], d.bytes, d.bytes_used, d.problem[:200]) for d in status.devices
         ),
+        bytes_out=status.bytes_out,
+        bytes_in=status.bytes_in,
+        bytes_copied=status.bytes_copied,
+        leader_epoch=status.leader_epoch,
     )

@@ -17,7 +17,7 @@ from kvstrata.master.content.calls import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
 from kvstrata.master.service import serve
-from kvstrata.master.store import SqliteStore
+from kvstrata.master.stores.sqlite import SqliteStore
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger

@@ -73,7 +73,8 @@ class _StateCollector(Collector):
 def _plain(report: control.HealthReport) -> dict[str, object]:
     """As JSON, with numbers as numbers (protobuf's own JSON makes strings of 64-bit integers)."""
     body: dict[str, object] = {field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields}
-    return body | {"problems": list(report.problems), "loop_age_seconds": dict(report.loop_age_seconds)}
+    maps = {"loop_age_seconds": dict(report.loop_age_seconds), "refused_versions": dict(report.refused_versions)}
+    return body | {"problems": list(report.problems)} | maps
 
 
 def application(hub: Hub, views: Views, tenants: Tenants) -> Starlette:

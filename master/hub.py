@@ -27,7 +27,7 @@ from kvstrata.master.placement import Placed
 from kvstrata.master.reuse.lookup_log import Call, LookupLog
 from kvstrata.master.reuse.what_if import WhatIf
 from kvstrata.master.state import MasterState
-from kvstrata.master.store import StateStore
+from kvstrata.master.stores.base import StateStore
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger

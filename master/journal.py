@@ -13,10 +13,11 @@ from kvstrata.master.messages import (
     SaveGroup,
     SaveNode,
     SavePolicy,
+    SaveReplicas,
     SaveScope,
     SaveTombstone,
 )
-from kvstrata.master.store import StateStore
+from kvstrata.master.stores.base import StateStore
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.logs import get_logger
 
@@ -101,3 +102,5 @@ def _row(write: Save) -> tuple[str, str]:
             return "grants", write.node_id
         case SaveScope():
             return "scope", str(write.command)
+        case SaveReplicas():
+            return "replicas", f"{write.group}/{write.salt}"

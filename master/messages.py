@@ -88,6 +88,10 @@ class NodeUsage:
     tenants: tuple[TenantUsage, ...] = ()
     shares_revision: int = 0
     devices: tuple[Device, ...] = ()
+    bytes_out: int = 0  #: to readers, since the node's start
+    bytes_in: int = 0
+    bytes_copied: int = 0  #: from other nodes
+    leader_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +124,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """``shares`` and ``epochs`` (group -> weight epoch) are what the node has persisted."""
+    """``shares``, ``epochs`` (group -> weight epoch) and the leader's epoch are what the node has persisted."""
 
     facts: NodeFacts
     shares: tuple[Share, ...] = ()
     epochs: tuple[tuple[str, int], ...] = ()
+    leader_epoch: int = 0  #: the greatest that the node has obeyed, and whose
+    leader_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,37 @@ class CommandDone:
     session: int
     command: int
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDone:
+    """What became of a copy: ``status`` u8[n] of :class:`BlockStatus`, empty when all of it failed (``error``)."""
+
+    session: int
+    command: int
+    status: bytes
+    nbytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks of a draining node, hottest first; ``command`` is the drain's."""
+
+    session: int
+    command: int
+    holdings: tuple[Holding, ...]
+    last: bool = False
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The node will stop, and wants to be drained within ``budget_s`` first."""
+
+    session: int
+    budget_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +245,19 @@ class Tick:
 
 
 Event = (
-    Attach | SnapshotPart | DeltaBatch | CommandDone | StatusReport | Detach | LinkLost | Heartbeat | MissReport | Tick
+    Attach
+    | SnapshotPart
+    | DeltaBatch
+    | CommandDone
+    | CopyDone
+    | Offer
+    | Leaving
+    | StatusReport
+    | Detach
+    | LinkLost
+    | Heartbeat
+    | MissReport
+    | Tick
 )
 
 # ---------------------------------------------------------------------- commands
@@ -250,11 +299,17 @@ class SendDrop:
 
 @dataclass(frozen=True, slots=True)
 class SendAttached:
-    """First answer on a stream. ``epochs`` lists (group, weight epoch) of groups past epoch 0."""
+    """First answer on a stream. ``epochs`` lists (group, weight epoch) of groups past epoch 0.
+
+    ``resume_seq``: deltas of the node's incarnation that are applied already; 0 asks for a snapshot.
+    """
 
     session: int
     epochs: tuple[tuple[str, int], ...]
     shares: SendShares | None = None
+    leading: bool = True
+    leader_epoch: int = 0
+    resume_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +345,32 @@ class SendRemove:
 
 
 @dataclass(frozen=True, slots=True)
+class SendCopy:
+    """Take blocks from ``source``; ``tier`` is where they are to end up, ``reason`` a :class:`CopyReason`."""
+
+    session: int
+    command: int
+    source: NodeFacts
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    epoch: int
+    tier: int
+    reason: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrain:
+    """Take no new blocks, and offer what is there; ``cancel``: stay after all. ``budget_s`` 0: no bound."""
+
+    session: int
+    command: int
+    budget_s: float = 0.0
+    cancel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     """End the stream: whatever it says from now on is ignored."""
 
@@ -299,12 +380,17 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class SaveNode:
-    """Make a roster row durable. ``gone``: it left on purpose; nobody waits for it after a restart."""
+    """Make a roster row durable. ``gone``: it left on purpose; nobody waits for it after a restart.
+
+    ``draining``: it is to take no new blocks. ``removed`` deletes the row.
+    """
 
     node_id: str
     dram_bytes: int
     ssd_bytes: int
     gone: bool
+    draining: bool = False
+    removed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +453,18 @@ class SaveScope:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveReplicas:
+    """Make a number of replicas durable: of a tenant (``salt``), a namespace group, or by default (neither).
+
+    ``count`` 0 deletes it.
+    """
+
+    group: str
+    salt: str | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cleared:
     """The blocks of a tenant (None: of all) under a group's number (None: under all) are no more, by an order."""
 
@@ -382,6 +480,17 @@ class Report:
     fields: Mapping[str, object]
 
 
-Send = SendAttached | SendResync | SendAck | SendHint | SendRemove | SendShares | SendEpoch | SendDrop
-Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope
+Send = (
+    SendAttached
+    | SendResync
+    | SendAck
+    | SendHint
+    | SendRemove
+    | SendShares
+    | SendEpoch
+    | SendDrop
+    | SendCopy
+    | SendDrain
+)
+Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope | SaveReplicas
 Command = Send | Save | CloseSession | Cleared | Report

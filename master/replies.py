@@ -60,10 +60,11 @@ def renumbered(codes: Codes, nodes: Mapping[int, NodeFacts]) -> tuple[Codes, lis
     index = np.searchsorted(slots, (codes - np.uint16(1)) >> np.uint16(2)).astype(np.uint16)
     tiers = (codes - np.uint16(1)) & np.uint16(3)
     renumbered_codes = np.where(codes != 0, np.uint16(1) + np.uint16(4) * index + tiers, np.uint16(0))
-    return renumbered_codes.astype("<u2"), [_reference(nodes[slot]) for slot in slots.tolist()]
+    return renumbered_codes.astype("<u2"), [node_ref(nodes[slot]) for slot in slots.tolist()]
 
 
-def _reference(facts: NodeFacts) -> pb.NodeRef:
+def node_ref(facts: NodeFacts) -> pb.NodeRef:
+    """How to reach a node."""
     return pb.NodeRef(
         node_id=facts.node_id,
         incarnation=facts.incarnation,

@@ -60,6 +60,9 @@ class Saved:
     fallback: m.SaveFallback | None = None
     grants: tuple[m.SaveGrants, ...] = ()
     scopes: tuple[m.SaveScope, ...] = ()
+    replicas: tuple[m.SaveReplicas, ...] = ()
+    revision: int = 0
+    leader_epoch: int = 0  #: the greatest that the store has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ class MasterState:
             m.SnapshotPart: self._snapshot_part,
             m.DeltaBatch: self._delta,
             m.CommandDone: self._command_done,
+            m.CopyDone: self._pass_over,
+            m.Offer: self._pass_over,
+            m.Leaving: self._pass_over,
             m.StatusReport: self.membership.status,
             m.Detach: self.membership.detach,
             m.LinkLost: self.membership.link_lost,
@@ -463,6 +469,9 @@ class MasterState:
         stone = self.tombstones.confirm(event.command, node.node_id)
         if stone is not None:
             self._emit(stone.saved())
+
+    def _pass_over(self, event: m.CopyDone | m.Offer | m.Leaving, now: float) -> None:
+        self.membership.speaker(event.session, now)
 
     # ------------------------------------------------------------------ for people and tests
 

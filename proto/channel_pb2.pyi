@@ -32,7 +32,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., session: _Optional[bytes] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class HelloOk(_message.Message):
-    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch")
+    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch", "leading", "leader")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class HelloOk(_message.Message):
     GRPC_FIELD_NUMBER: _ClassVar[int]
     HTTP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     role: str
@@ -57,7 +59,9 @@ class HelloOk(_message.Message):
     grpc: str
     http: str
     epoch: int
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    leading: bool
+    leader: str
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")
@@ -102,18 +106,20 @@ class NamespaceHandle(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Lookup(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "epoch", "request")
+    __slots__ = ("ns", "salt", "hashes", "epoch", "request", "avoid")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     epoch: int
     request: str
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ...) -> None: ...
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookupOk(_message.Message):
     __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes")
@@ -252,7 +258,7 @@ class Acquire(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
-    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq")
+    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +266,8 @@ class AcquireOk(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     tier: bytes
     lease: int
@@ -267,7 +275,9 @@ class AcquireOk(_message.Message):
     rows: bytes
     checksum: bytes
     delta_seq: int
-    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ...) -> None: ...
+    before: bytes
+    index: bytes
+    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., before: _Optional[bytes] = ..., index: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("leases",)
@@ -436,6 +446,24 @@ class NodeInfo(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfoOk(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class NodeCheck(_message.Message):
+    __slots__ = ("scrub", "scrub_bytes", "bytes_per_second", "deadline_ms")
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    scrub: bool
+    scrub_bytes: int
+    bytes_per_second: int
+    deadline_ms: int
+    def __init__(self, scrub: bool = ..., scrub_bytes: _Optional[int] = ..., bytes_per_second: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class NodeCheckOk(_message.Message):
     __slots__ = ("json",)
     JSON_FIELD_NUMBER: _ClassVar[int]
     json: str

@@ -43,23 +43,29 @@ class NamedRemove(_message.Message):
     def __init__(self, spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("attach", "snapshot", "delta", "done", "status", "detach")
+    __slots__ = ("attach", "snapshot", "delta", "done", "status", "detach", "copied", "offer", "leaving")
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     attach: Attach
     snapshot: Snapshot
     delta: Delta
     done: CommandDone
     status: NodeStatus
     detach: Detach
-    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
+    copied: CopyDone
+    offer: Offer
+    leaving: Leaving
+    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., copied: _Optional[_Union[CopyDone, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned")
+    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned", "copy", "drain", "leader_epoch", "leader_id")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +74,10 @@ class MasterMessage(_message.Message):
     SHARES_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEADER_ID_FIELD_NUMBER: _ClassVar[int]
     attached: AttachOk
     resync: Resync
     ack: Ack
@@ -76,10 +86,14 @@ class MasterMessage(_message.Message):
     shares: Shares
     drop: DropCommand
     orphaned: Orphaned
-    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ...) -> None: ...
+    copy: CopyCommand
+    drain: DrainCommand
+    leader_epoch: int
+    leader_id: str
+    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ..., copy: _Optional[_Union[CopyCommand, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs")
+    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs", "leader_epoch", "leader_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +108,8 @@ class Attach(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEADER_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     channel: str
@@ -108,21 +124,27 @@ class Attach(_message.Message):
     pid: int
     shares: _containers.RepeatedCompositeFieldContainer[Share]
     epochs: _containers.RepeatedCompositeFieldContainer[NamespaceEpoch]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ...) -> None: ...
+    leader_epoch: int
+    leader_id: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class AttachOk(_message.Message):
-    __slots__ = ("cluster_id", "epoch", "session", "epochs", "shares")
+    __slots__ = ("cluster_id", "epoch", "session", "epochs", "shares", "leading", "resume_seq")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SEQ_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     epoch: int
     session: int
     epochs: _containers.RepeatedCompositeFieldContainer[NamespaceEpoch]
     shares: Shares
-    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ...) -> None: ...
+    leading: bool
+    resume_seq: int
+    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., leading: bool = ..., resume_seq: _Optional[int] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("cut_seq", "holdings", "first", "last")
@@ -179,7 +201,7 @@ class Change(_message.Message):
     def __init__(self, added: bool = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reason: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations", "ssd_bytes_free", "tenants", "shares_revision", "devices")
+    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations", "ssd_bytes_free", "tenants", "shares_revision", "devices", "bytes_out", "bytes_in", "leader_epoch", "bytes_copied")
     class LoopAgeSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +221,10 @@ class NodeStatus(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     SHARES_REVISION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_COPIED_FIELD_NUMBER: _ClassVar[int]
     dram_bytes_used: int
     dram_bytes_free: int
     blocks: int
@@ -211,7 +237,11 @@ class NodeStatus(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
     shares_revision: int
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
-    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., ssd_bytes_free: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., shares_revision: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ...) -> None: ...
+    bytes_out: int
+    bytes_in: int
+    leader_epoch: int
+    bytes_copied: int
+    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., ssd_bytes_free: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., shares_revision: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., bytes_out: _Optional[int] = ..., bytes_in: _Optional[int] = ..., leader_epoch: _Optional[int] = ..., bytes_copied: _Optional[int] = ...) -> None: ...
 
 class TenantUsage(_message.Message):
     __slots__ = ("salt", "dram_bytes", "ssd_bytes", "dram_wanted", "ssd_wanted")
@@ -321,6 +351,154 @@ class CommandDone(_message.Message):
     error: str
     def __init__(self, command: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
+class CopyCommand(_message.Message):
+    __slots__ = ("command", "source", "spec", "salt", "hashes", "epoch", "tier", "reason", "deadline_ms")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    source: _channel_pb2.NodeRef
+    spec: _channel_pb2.NamespaceSpec
+    salt: str
+    hashes: bytes
+    epoch: int
+    tier: int
+    reason: int
+    deadline_ms: int
+    def __init__(self, command: _Optional[int] = ..., source: _Optional[_Union[_channel_pb2.NodeRef, _Mapping]] = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., tier: _Optional[int] = ..., reason: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class CopyDone(_message.Message):
+    __slots__ = ("command", "status", "bytes", "error")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    status: bytes
+    bytes: int
+    error: str
+    def __init__(self, command: _Optional[int] = ..., status: _Optional[bytes] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class DrainCommand(_message.Message):
+    __slots__ = ("command", "budget_ms", "cancel")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    budget_ms: int
+    cancel: bool
+    def __init__(self, command: _Optional[int] = ..., budget_ms: _Optional[int] = ..., cancel: bool = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("command", "holdings", "last", "bytes_total")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    last: bool
+    bytes_total: int
+    def __init__(self, command: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., last: bool = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("budget_ms", "reason")
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    budget_ms: int
+    reason: str
+    def __init__(self, budget_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainRow(_message.Message):
+    __slots__ = ("state", "bytes_total", "bytes_moved", "bytes_failed", "elapsed_seconds", "budget_seconds")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    bytes_total: int
+    bytes_moved: int
+    bytes_failed: int
+    elapsed_seconds: float
+    budget_seconds: float
+    def __init__(self, state: _Optional[str] = ..., bytes_total: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., bytes_failed: _Optional[int] = ..., elapsed_seconds: _Optional[float] = ..., budget_seconds: _Optional[float] = ...) -> None: ...
+
+class NodeDrain(_message.Message):
+    __slots__ = ("node_id", "budget_ms", "cancel")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    budget_ms: int
+    cancel: bool
+    def __init__(self, node_id: _Optional[str] = ..., budget_ms: _Optional[int] = ..., cancel: bool = ...) -> None: ...
+
+class NodeRemove(_message.Message):
+    __slots__ = ("node_id", "force")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    force: bool
+    def __init__(self, node_id: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class Replicas(_message.Message):
+    __slots__ = ("group", "salt", "count")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    salt: str
+    count: int
+    def __init__(self, group: _Optional[str] = ..., salt: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ReplicasList(_message.Message):
+    __slots__ = ("rules", "fallback", "wanting", "surplus")
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    WANTING_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_FIELD_NUMBER: _ClassVar[int]
+    rules: _containers.RepeatedCompositeFieldContainer[Replicas]
+    fallback: int
+    wanting: int
+    surplus: int
+    def __init__(self, rules: _Optional[_Iterable[_Union[Replicas, _Mapping]]] = ..., fallback: _Optional[int] = ..., wanting: _Optional[int] = ..., surplus: _Optional[int] = ...) -> None: ...
+
+class MasterRow(_message.Message):
+    __slots__ = ("master_id", "channel", "grpc", "http", "leading", "epoch", "self")
+    MASTER_ID_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    HTTP_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SELF_FIELD_NUMBER: _ClassVar[int]
+    master_id: str
+    channel: str
+    grpc: str
+    http: str
+    leading: bool
+    epoch: int
+    self: bool
+    def __init__(self_, master_id: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., leading: bool = ..., epoch: _Optional[int] = ..., self: bool = ...) -> None: ...
+
+class MasterList(_message.Message):
+    __slots__ = ("masters", "epoch", "problem")
+    MASTERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    masters: _containers.RepeatedCompositeFieldContainer[MasterRow]
+    epoch: int
+    problem: str
+    def __init__(self, masters: _Optional[_Iterable[_Union[MasterRow, _Mapping]]] = ..., epoch: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
 class NamespaceEpoch(_message.Message):
     __slots__ = ("group", "epoch", "command")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -346,7 +524,7 @@ class DropCommand(_message.Message):
     def __init__(self, command: _Optional[int] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., any_salt: bool = ..., erase: bool = ...) -> None: ...
 
 class NodeRow(_message.Message):
-    __slots__ = ("node_id", "incarnation", "state", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "status", "heartbeat_age_seconds", "progress_age_seconds", "blocks", "software", "applied_seq", "synced")
+    __slots__ = ("node_id", "incarnation", "state", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "status", "heartbeat_age_seconds", "progress_age_seconds", "blocks", "software", "applied_seq", "synced", "drain", "copies")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +542,8 @@ class NodeRow(_message.Message):
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     APPLIED_SEQ_FIELD_NUMBER: _ClassVar[int]
     SYNCED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     state: str
@@ -381,7 +561,9 @@ class NodeRow(_message.Message):
     software: str
     applied_seq: int
     synced: bool
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., progress_age_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., software: _Optional[str] = ..., applied_seq: _Optional[int] = ..., synced: bool = ...) -> None: ...
+    drain: DrainRow
+    copies: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., progress_age_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., software: _Optional[str] = ..., applied_seq: _Optional[int] = ..., synced: bool = ..., drain: _Optional[_Union[DrainRow, _Mapping]] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class NodeList(_message.Message):
     __slots__ = ("nodes",)
@@ -434,7 +616,7 @@ class NamespaceList(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceRow, _Mapping]]] = ...) -> None: ...
 
 class HealthReport(_message.Message):
-    __slots__ = ("healthy", "ready", "cluster_id", "epoch", "software", "uptime_seconds", "blocks", "problems", "loop_age_seconds", "nodes_active", "nodes_total", "clients")
+    __slots__ = ("healthy", "ready", "cluster_id", "epoch", "software", "uptime_seconds", "blocks", "problems", "loop_age_seconds", "nodes_active", "nodes_total", "clients", "leading", "leader", "refused_versions")
     class LoopAgeSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +624,13 @@ class HealthReport(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RefusedVersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +643,9 @@ class HealthReport(_message.Message):
     NODES_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     NODES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     healthy: bool
     ready: bool
     cluster_id: str
@@ -466,7 +658,10 @@ class HealthReport(_message.Message):
     nodes_active: int
     nodes_total: int
     clients: int
-    def __init__(self, healthy: bool = ..., ready: bool = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., software: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., nodes_active: _Optional[int] = ..., nodes_total: _Optional[int] = ..., clients: _Optional[int] = ...) -> None: ...
+    leading: bool
+    leader: str
+    refused_versions: _containers.ScalarMap[str, int]
+    def __init__(self, healthy: bool = ..., ready: bool = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., software: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., nodes_active: _Optional[int] = ..., nodes_total: _Optional[int] = ..., clients: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., refused_versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TenantPolicy(_message.Message):
     __slots__ = ("salt", "dram_limit", "ssd_limit", "dram_floor", "ssd_floor")

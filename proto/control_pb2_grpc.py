@@ -111,6 +111,31 @@ class MasterStub(object):
                 request_serializer=kvstrata_dot_proto_dot_control__pb2.ExplainQuery.SerializeToString,
                 response_deserializer=kvstrata_dot_proto_dot_control__pb2.Explanation.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/kvstrata.Master/DrainNode',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.NodeDrain.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.NodeRow.FromString,
+                _registered_method=True)
+        self.RemoveNode = channel.unary_unary(
+                '/kvstrata.Master/RemoveNode',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.NodeRemove.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.NodeRow.FromString,
+                _registered_method=True)
+        self.SetReplicas = channel.unary_unary(
+                '/kvstrata.Master/SetReplicas',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.Replicas.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.ReplicasList.FromString,
+                _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/kvstrata.Master/ListReplicas',
+                request_serializer=kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.ReplicasList.FromString,
+                _registered_method=True)
+        self.ListMasters = channel.unary_unary(
+                '/kvstrata.Master/ListMasters',
+                request_serializer=kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.MasterList.FromString,
+                _registered_method=True)
 
 
 class MasterServicer(object):
@@ -210,6 +235,37 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Nodes that leave, and replicas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetReplicas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReplicas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMasters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -287,6 +343,31 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvstrata_dot_proto_dot_control__pb2.ExplainQuery.FromString,
                     response_serializer=kvstrata_dot_proto_dot_control__pb2.Explanation.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.NodeDrain.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.NodeRow.SerializeToString,
+            ),
+            'RemoveNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveNode,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.NodeRemove.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.NodeRow.SerializeToString,
+            ),
+            'SetReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetReplicas,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.Replicas.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.ReplicasList.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=kvstrata_dot_proto_dot_channel__pb2.Empty.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.ReplicasList.SerializeToString,
+            ),
+            'ListMasters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMasters,
+                    request_deserializer=kvstrata_dot_proto_dot_channel__pb2.Empty.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.MasterList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -694,6 +775,141 @@ class Master(object):
             '/kvstrata.Master/Explain',
             kvstrata_dot_proto_dot_control__pb2.ExplainQuery.SerializeToString,
             kvstrata_dot_proto_dot_control__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/DrainNode',
+            kvstrata_dot_proto_dot_control__pb2.NodeDrain.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.NodeRow.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/RemoveNode',
+            kvstrata_dot_proto_dot_control__pb2.NodeRemove.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.NodeRow.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/SetReplicas',
+            kvstrata_dot_proto_dot_control__pb2.Replicas.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.ReplicasList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/ListReplicas',
+            kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.ReplicasList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMasters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/ListMasters',
+            kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.MasterList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@
     |   +-- Unavailable          a peer is unreachable, silent, or its breaker is open
     |   +-- LeaseExpired         a lease or reservation ended before the transfer did
     |   +-- Busy                 a bound was reached (connections, queue, requests)
+    |   +-- NotLeader            this master does not lead; the text ends with the leader's address, if there is one
     +-- Refused                  the call as it stands will never succeed
     |   +-- InvalidArgument      wrong size, layout, dtype, range (also a ValueError)
     |   +-- QuotaExceeded        the tenant has no room and nothing of its own to evict
@@ -42,6 +43,10 @@ class LeaseExpired(Retryable):
 
 class Busy(Retryable):
     """A named bound was reached; the text says which."""
+
+
+class NotLeader(Retryable):
+    """This master does not lead. The text is "... the leader is HOST:PORT", or says that there is none now."""
 
 
 class Refused(KVError):
@@ -91,6 +96,7 @@ BY_CODE: dict[str, type[KVError]] = {
         Unavailable,
         LeaseExpired,
         Busy,
+        NotLeader,
         Refused,
         InvalidArgument,
         QuotaExceeded,

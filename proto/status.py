@@ -72,6 +72,7 @@ class Departure(IntEnum):
     EPOCH = 8  #: its weights are of the past
     HINT = 9  #: its owner said that it may leave
     ORPHAN = 10  #: its prefix had left before it
+    SURPLUS = 11  #: other nodes have it, and as many replicas were not asked for
 
 
 class HintKind(IntEnum):
@@ -80,6 +81,14 @@ class HintKind(IntEnum):
     KEEP = 1  #: leave after all others of the same tenant, until the time is over
     FORGET = 2  #: no longer keep
     DROP = 3  #: leave first
+
+
+class CopyReason(IntEnum):
+    """Why a node is told to take a copy. Values are wire format."""
+
+    REPLICA = 1  #: the block has fewer replicas than its tenant or namespace asks for
+    DRAIN = 2  #: its node is leaving
+    HOT = 3  #: its node is busy with it
 
 
 #: One granted slot in an AcquireOk, little-endian: slab u32, slot u32 (index into the slab's generation

@@ -75,6 +75,8 @@ class Kind(IntEnum):
     NODE_INFO_OK = 59
     HINT = 60
     HINT_OK = 61
+    NODE_CHECK = 62
+    NODE_CHECK_OK = 63
 
 
 _KNOWN = frozenset(int(kind) for kind in Kind)

@@ -61,6 +61,7 @@ _DEPARTED: Final = {
     Departure.EPOCH: MissReason.EPOCH,
     Departure.HINT: MissReason.HINTED,
     Departure.ORPHAN: MissReason.ORPHANED,
+    Departure.SURPLUS: MissReason.EVICTED,
 }
 
 

@@ -30,7 +30,7 @@ from kvstrata.master.messages import (
     TenantPolicy,
 )
 from kvstrata.master.state import Saved
-from kvstrata.master.store import _SCHEMA, SCHEMA_VERSION, SqliteStore
+from kvstrata.master.stores.sqlite import _SCHEMA, SCHEMA_VERSION, SqliteStore
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.proto.keys import Namespace
 
@@ -136,7 +136,7 @@ def test_what_is_not_ours_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.master.store.LOCKED_S", 0.05)
+    monkeypatch.setattr("kvstrata.master.stores.sqlite.LOCKED_S", 0.05)
     path = tmp_path / "s"
     SqliteStore(path).close()
     holder = sqlite3.connect(path, isolation_level=None)

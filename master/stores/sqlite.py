@@ -11,8 +11,9 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from kvstrata.master.messages import (
     Save,
@@ -21,16 +22,18 @@ from kvstrata.master.messages import (
     SaveGroup,
     SaveNode,
     SavePolicy,
+    SaveReplicas,
     SaveScope,
     SaveTombstone,
     Share,
     TenantPolicy,
 )
 from kvstrata.master.state import Saved
+from kvstrata.master.stores.base import LeaderRecord
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 #: A second process that holds the file is waited for this long.
 LOCKED_S: Final = 2.0
 
@@ -70,9 +73,18 @@ CREATE TABLE scopes (
 );
 """
 
+#: What version 3 added.
+_SCHEMA_3: Final = """
+ALTER TABLE nodes ADD COLUMN draining INTEGER NOT NULL DEFAULT 0;
+CREATE TABLE replicas (
+    name TEXT NOT NULL, salt BLOB NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (name, salt)
+) WITHOUT ROWID;
+"""
+
 #: Steps from a schema version to the next one, run in order inside one transaction. A new file takes them all.
 _UPGRADES: Final[dict[int, Callable[[sqlite3.Connection], None]]] = {
     1: lambda connection: _run(connection, _SCHEMA_2),
+    2: lambda connection: _run(connection, _SCHEMA_3),
 }
 
 
@@ -82,33 +94,18 @@ def _run(connection: sqlite3.Connection, script: str) -> None:
         connection.execute(statement)
 
 
-class StateStore(Protocol):
-    """Where policy lives. Errors while running are :class:`Unavailable`: the caller may try again."""
-
-    def cluster_id(self) -> str:
-        """Made once, when the store is new."""
-        ...
-
-    def load(self) -> Saved:
-        """Everything durable."""
-        ...
-
-    def save(self, writes: Iterable[Save]) -> None:
-        """Make all of ``writes`` durable, or none. Raises :class:`Unavailable`."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SqliteStore:
     """The file at ``path``, or memory for ``None``. Opening raises :class:`ConfigError` saying what to do.
 
     Thread-safe: one connection behind a lock.
     """
 
+    shared = False
+
     def __init__(self, path: Path | None, cluster_id: str | None = None) -> None:
         self._where = ":memory:" if path is None else str(path)
         self._lock = threading.Lock()
+        self._leader: LeaderRecord | None = None
         try:
             self._connection = sqlite3.connect(
                 self._where, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
@@ -167,53 +164,108 @@ class SqliteStore:
         """Everything durable; raises :class:`ConfigError` when a row makes no sense."""
         try:
             with self._lock:
-                nodes = self._connection.execute("SELECT node_id, dram_bytes, ssd_bytes, gone FROM nodes").fetchall()
+                nodes = self._connection.execute(
+                    "SELECT node_id, dram_bytes, ssd_bytes, gone, draining FROM nodes"
+                ).fetchall()
                 groups = self._connection.execute(_GROUPS).fetchall()
                 stones = self._connection.execute(_TOMBSTONES).fetchall()
                 policies = self._connection.execute(f"SELECT {_AMOUNTS} FROM policies").fetchall()
                 fallback = self._connection.execute("SELECT x'', " + _FALLBACK).fetchone()
                 grants = self._connection.execute(f"SELECT {_AMOUNTS}, node_id FROM grants").fetchall()
                 scopes = self._connection.execute(_SCOPES).fetchall()
-                last = self._connection.execute("SELECT value FROM facts WHERE name = 'last_command'").fetchone()
+                replicas = self._connection.execute("SELECT name, salt, count FROM replicas").fetchall()
+                last, epoch = self._number("last_command"), self._number("leader_epoch")
+                revision = self._number("revision")
             saved_groups = tuple(_group(row) for row in groups)
             by_name = {group.namespace.group: group.namespace for group in saved_groups}
             return Saved(
-                nodes=tuple(SaveNode(row[0], row[1], row[2], bool(row[3])) for row in nodes),
+                nodes=tuple(SaveNode(row[0], row[1], row[2], bool(row[3]), bool(row[4])) for row in nodes),
                 groups=saved_groups,
                 tombstones=tuple(_tombstone(row, by_name) for row in stones),
-                last_command=int(last[0]) if last else 0,
+                last_command=last,
                 policies=tuple(TenantPolicy(row[0].decode(), *row[1:]) for row in policies),
                 fallback=None if fallback is None else _fallback(fallback),
                 grants=_grants(grants),
                 scopes=tuple(_scope(row) for row in scopes),
+                replicas=tuple(SaveReplicas(n, None if s == _NO_SALT else s.decode(), c) for n, s, c in replicas),
+                revision=revision,
+                leader_epoch=epoch,
             )
         except (sqlite3.Error, InvalidArgument, LookupError, ValueError) as error:
             raise ConfigError(
                 f"{self._where} cannot be read: {error}; restore a copy, or give a new --state"
             ) from error
 
+    def _number(self, name: str) -> int:
+        row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def revision(self) -> int:
+        with self._lock:
+            return self._number("revision")
+
+    # ------------------------------------------------------------------ leading: the file has one master
+
+    def campaign(self, me: LeaderRecord, ttl_ms: int) -> LeaderRecord:
+        """Whoever opened the file leads; each start of a master is an epoch of its own."""
+        with self._lock:
+            if self._leader is None:
+                epoch = 1 + max(self._number("leader_epoch"), me.epoch)
+                self._in_transaction(lambda: self._connection.execute(_SET_FACT, ("leader_epoch", str(epoch))))
+                self._leader = replace(me, epoch=epoch)
+            return self._leader
+
+    def resign(self, me: LeaderRecord) -> None:
+        with self._lock:
+            if self._leader is not None and self._leader.master_id == me.master_id:
+                self._leader = None
+
+    def leader(self) -> LeaderRecord | None:
+        with self._lock:
+            return self._leader
+
+    def announce(self, me: LeaderRecord, ttl_ms: int) -> None:
+        """There is nobody to tell."""
+
+    def masters(self) -> list[LeaderRecord]:
+        with self._lock:
+            return [] if self._leader is None else [self._leader]
+
     # ------------------------------------------------------------------ writing
 
-    def save(self, writes: Iterable[Save]) -> None:
+    def save(self, writes: Iterable[Save], epoch: int = 0) -> None:
         with self._lock:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                for write in writes:
-                    self._write(write)
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                self._roll_back()
-                raise Unavailable(f"state store {self._where}: {error}") from error
-            except BaseException:
-                self._roll_back()
-                raise
+            self._in_transaction(lambda: self._write_all(writes))
+
+    def _write_all(self, writes: Iterable[Save]) -> None:
+        for write in writes:
+            self._write(write)
+        self._connection.execute(_SET_FACT, ("revision", str(self._number("revision") + 1)))
+
+    def _in_transaction(self, change: Callable[[], object]) -> None:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            change()
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back()
+            raise Unavailable(f"state store {self._where}: {error}") from error
+        except BaseException:
+            self._roll_back()
+            raise
 
     def _write(self, write: Save) -> None:
         execute = self._connection.execute
         match write:
+            case SaveNode(removed=True):
+                execute("DELETE FROM nodes WHERE node_id = ?", (write.node_id,))
             case SaveNode():
-                row = (write.node_id, write.dram_bytes, write.ssd_bytes, int(write.gone))
-                execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", row)
+                row = (write.node_id, write.dram_bytes, write.ssd_bytes, int(write.gone), int(write.draining))
+                execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)", row)
+            case SaveReplicas(group, salt, 0):
+                execute("DELETE FROM replicas WHERE name = ? AND salt = ?", (group, _scope_salt(salt)))
+            case SaveReplicas(group, salt, count):
+                execute("INSERT OR REPLACE INTO replicas VALUES (?, ?, ?)", (group, _scope_salt(salt), count))
             case SaveGroup():
                 ns = write.namespace
                 layout = (ns.group, ns.block_bytes, ns.block_tokens, ns.hash_bytes, ns.shard_count, write.epoch)
@@ -275,6 +327,7 @@ _LAST_COMMAND: Final = """
 INSERT INTO facts VALUES ('last_command', CAST(?1 AS TEXT))
 ON CONFLICT (name) DO UPDATE SET value = CAST(MAX(CAST(value AS INTEGER), ?1) AS TEXT)
 """
+_SET_FACT: Final = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 _TOMBSTONES: Final = "SELECT command, name, shard, salt, hashes, waiting FROM tombstones ORDER BY command"
 
 #: In the place of a salt where the default of unknown salts is meant: no UTF-8 text has this byte.
@@ -327,6 +380,10 @@ def _tombstone(row: tuple[int, str, int, bytes, bytes, str], groups: dict[str, N
 def _salt_bytes(salt: str) -> bytes:
     """Salts may hold NUL characters, at which SQLite's own text functions stop."""
     return salt.encode()
+
+
+def _scope_salt(salt: str | None) -> bytes:
+    return _NO_SALT if salt is None else _salt_bytes(salt)
 
 
 def _advice(where: str, error: Exception) -> str:

@@ -1,0 +1,1 @@
+"""Where policy lives: a file for one master, Redis for several."""
