@@ -23,6 +23,7 @@ TEXTS: Final[dict[MissReason, str]] = {
     MissReason.EPOCH: "its weights are of the past: the namespace's weight epoch was bumped after it was stored, or "
     "the asker's handle is of an earlier epoch (then the engine must open the namespace again).",
     MissReason.HINTED: "its owner had said that it may leave first (a drop hint), and room was needed.",
+    MissReason.SURPLUS: "it was let go of as a surplus replica, and the nodes that had the others have lost it since.",
     MissReason.ORPHANED: "blocks had left that it is of no use without: before it in its chain, or of a sister shard.",
     MissReason.EVICTED: "it left its node, which did not say why (a node of an earlier version, or word was lost).",
     MissReason.NODE_LOST: "the only node that had it went away. What was on its SSD returns when it does.",

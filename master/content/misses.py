@@ -27,6 +27,7 @@ class MissReason(IntEnum):
     ORPHANED = 10  #: its prefix had left before it
     EVICTED = 11  #: it left, and the node did not say why
     NODE_LOST = 12  #: the only nodes that had it went away
+    SURPLUS = 13  #: it had more replicas than were asked for, and the others are gone since
     IN_FLIGHT = 16  #: a writer was sent off with it
     NOT_YET = 17  #: a node that may have it has not come back since the master's start
     UNROUTABLE = 18  #: its only nodes may not be read from now
@@ -61,7 +62,7 @@ _DEPARTED: Final = {
     Departure.EPOCH: MissReason.EPOCH,
     Departure.HINT: MissReason.HINTED,
     Departure.ORPHAN: MissReason.ORPHANED,
-    Departure.SURPLUS: MissReason.EVICTED,
+    Departure.SURPLUS: MissReason.SURPLUS,
 }
 
 
