@@ -220,6 +220,17 @@ def test_who_comes_back_from_a_goodbye_in_time_has_its_part() -> None:
         assert w.may_use(Tier.DRAM, SALT) <= out() <= 2 * GIB
 
 
+def test_who_comes_back_from_a_goodbye_has_empty_memory() -> None:
+    w = up(count=2, limit=2 * GIB)
+    w.nodes["n0"].store(Tier.DRAM, SALT, GIB, w.now)
+    w.settle(2)
+    tenant = w.quotas.tenant(SALT)
+    assert tenant is not None and tenant.ledgers[Tier.DRAM].parts["n0"].used == GIB
+    w.stop("n0")
+    w.attach("n0")
+    assert tenant.ledgers[Tier.DRAM].parts["n0"].used == 0, "what its process held is gone with it"
+
+
 def test_a_restart_of_the_master_evicts_nothing_and_forgets_nothing() -> None:
     w = up(limit=3 * GIB)
     for _ in range(8):
