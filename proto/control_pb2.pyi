@@ -65,7 +65,7 @@ class NodeMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., copied: _Optional[_Union[CopyDone, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned", "copy", "drain", "leader_epoch", "leader_id")
+    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned", "copy", "drain", "surplus", "drained", "leader_epoch", "leader_id")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,8 @@ class MasterMessage(_message.Message):
     ORPHANED_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEADER_ID_FIELD_NUMBER: _ClassVar[int]
     attached: AttachOk
@@ -88,9 +90,11 @@ class MasterMessage(_message.Message):
     orphaned: Orphaned
     copy: CopyCommand
     drain: DrainCommand
+    surplus: Surplus
+    drained: Drained
     leader_epoch: int
     leader_id: str
-    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ..., copy: _Optional[_Union[CopyCommand, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ..., copy: _Optional[_Union[CopyCommand, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., surplus: _Optional[_Union[Surplus, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs", "leader_epoch", "leader_id")
@@ -406,6 +410,26 @@ class Offer(_message.Message):
     last: bool
     bytes_total: int
     def __init__(self, command: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., last: bool = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ("command", "problem")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    problem: str
+    def __init__(self, command: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class Surplus(_message.Message):
+    __slots__ = ("spec", "salt", "hashes", "epoch")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    spec: _channel_pb2.NamespaceSpec
+    salt: str
+    hashes: bytes
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("budget_ms", "reason")
