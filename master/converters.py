@@ -121,6 +121,14 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
             budget_ms = int(command.budget_s * 1000)
             drain = control.DrainCommand(command=command.command, budget_ms=budget_ms, cancel=command.cancel)
             return control.MasterMessage(drain=drain)
+        case m.SendDrained():
+            return control.MasterMessage(drained=control.Drained(command=command.command, problem=command.problem))
+        case m.SendSurplus():
+            return control.MasterMessage(
+                surplus=control.Surplus(
+                    spec=command.namespace.to_spec(), salt=command.salt, hashes=command.hashes, epoch=command.epoch
+                )
+            )
         case m.SendRemove():
             return control.MasterMessage(
                 remove=control.RemoveCommand(

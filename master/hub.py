@@ -62,7 +62,7 @@ class Outbox:
 
     def put(self, command: m.Send) -> None:
         with self._changed:
-            if isinstance(command, m.SendHint) and len(self._queue) >= HINTS_BEHIND_MAX:
+            if isinstance(command, m.SendHint | m.SendSurplus) and len(self._queue) >= HINTS_BEHIND_MAX:
                 return
             if self.closed is None and len(self._queue) >= OUTBOX_MAX:
                 self.closed = "the node does not read what it is sent"

@@ -371,6 +371,26 @@ class SendDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class SendDrained:
+    """The drain ``command`` is over: the node may stop. ``problem`` says why blocks were left behind."""
+
+    session: int
+    command: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendSurplus:
+    """Let these replicas go: others have the blocks. Not confirmed; dropped when the node is slow to read."""
+
+    session: int
+    namespace: Namespace
+    salt: str
+    hashes: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     """End the stream: whatever it says from now on is ignored."""
 
@@ -491,6 +511,8 @@ Send = (
     | SendDrop
     | SendCopy
     | SendDrain
+    | SendDrained
+    | SendSurplus
 )
 Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope | SaveReplicas
 Command = Send | Save | CloseSession | Cleared | Report
