@@ -1,7 +1,8 @@
 """What one master is sent, in order: attach, snapshot, deltas, confirmations, status, detach.
 
 A generator that blocks for at most ``BATCH_MAX_S`` at a time; gRPC pulls from it as fast as the master
-takes. Each master has its own, with its own place in the delta log.
+takes. Each master has its own, with its own place in the delta log. What is due at a moment (:meth:`Outbox.turn`)
+waits for nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Outbox:
         self._changed = threading.Event()
         self._resync = True
         self._detach = ""
+        self._next_status = 0.0
         self._done: deque[control.CommandDone] = deque()
 
     # ------------------------------------------------------------------ from other threads
@@ -85,21 +87,28 @@ class Outbox:
 
     def messages(self) -> Iterator[Message]:
         """Everything this session sends, until it is over."""
-        yield Message(attach=self._attach)
+        yield self.opening()
         self.attached.wait(ATTACH_S)
-        next_status = 0.0
         while not self.over:
-            self.beat = time.monotonic()
-            yield from self._due()
-            if self._detach:
-                yield Message(detach=control.Detach(reason=self._detach))
-                return
-            if self.beat >= next_status:
-                next_status = self.beat + STATUS_S
-                yield Message(status=self._status(self._told))
-            if self._changed.wait(BATCH_MAX_S):
+            yield from self.turn(time.monotonic())
+            if not self.over and self._changed.wait(BATCH_MAX_S):
                 time.sleep(BATCH_MIN_S)
                 self._changed.clear()
+
+    def opening(self) -> Message:
+        """What comes first; the rest once the master has answered it."""
+        return Message(attach=self._attach)
+
+    def turn(self, now: float) -> Iterator[Message]:
+        """What is due at ``now``: take all of it, the session is over after a goodbye."""
+        self.beat = now
+        yield from self._due()
+        if self._detach:
+            yield Message(detach=control.Detach(reason=self._detach))
+            self.over = True
+        elif now >= self._next_status:
+            self._next_status = now + STATUS_S
+            yield Message(status=self._status(self._told))
 
     def _due(self) -> Iterator[Message]:
         # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
