@@ -20,6 +20,8 @@ class Node:
     dram_bytes: int = 0
     ssd_bytes: int = 0
     gone: bool = False  #: it left on purpose, or was told to
+    draining: bool = False  #: an operator wants it empty
+    stopping: bool = False  #: it said that it will stop, once it is drained
     state: NodeState = NodeState.OFFLINE
     attachment: Attachment | None = None
     pulse: Pulse | None = None
@@ -43,8 +45,13 @@ class Node:
         """False for a node that stopped on purpose and has nothing that outlives its process."""
         return not (self.gone and self.attachment is None and self.ssd_bytes == 0)
 
+    @property
+    def leaving(self) -> bool:
+        """It takes no new blocks, and its replicas do not count as staying."""
+        return self.draining or self.stopping
+
     def saved(self) -> SaveNode:
-        return SaveNode(self.node_id, self.dram_bytes, self.ssd_bytes, self.gone)
+        return SaveNode(self.node_id, self.dram_bytes, self.ssd_bytes, self.gone, self.draining)
 
     def candidate(self, now: float, room: Room | None = None) -> Candidate:
         """As placement sees it, for a tenant whose share there is ``room``; only for an active node.
@@ -80,7 +87,13 @@ class Nodes:
         return len(self._by_id)
 
     def restore(self, saved: SaveNode) -> None:
-        self._by_id[saved.node_id] = Node(saved.node_id, saved.dram_bytes, saved.ssd_bytes, saved.gone)
+        node = Node(saved.node_id, saved.dram_bytes, saved.ssd_bytes, saved.gone, saved.draining)
+        self._by_id[saved.node_id] = node
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that is not attached."""
+        assert node.attachment is None, node.node_id
+        del self._by_id[node.node_id]
 
     def get(self, node_id: str) -> Node | None:
         return self._by_id.get(node_id)

@@ -400,6 +400,11 @@ class Directory:
 
     # ------------------------------------------------------------------ counts
 
+    def sets_of(self, key: TableKey) -> Mapping[int, int]:
+        """How many blocks of a table have each holder set, ghosts too."""
+        part = self._parts.get(key)
+        return {} if part is None else part.counts
+
     @property
     def blocks(self) -> int:
         """Distinct blocks with at least one replica on an attached node, one being synced included."""

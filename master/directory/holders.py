@@ -59,6 +59,10 @@ class HolderSets:
         assert found is not None, f"holder set {set_id} was forgotten"
         return found
 
+    def known(self, set_id: int) -> bool:
+        """False for an id that was forgotten."""
+        return self._sets[set_id] is not None
+
     def intern(self, holders: Holders) -> int:
         known = self._ids.get(holders)
         if known is not None:
