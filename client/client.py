@@ -27,13 +27,14 @@ from kvstrata.client.arguments import (
 from kvstrata.client.asked import Asked
 from kvstrata.client.attempts import copying, viewing
 from kvstrata.client.counters import Counters
-from kvstrata.client.directory import Directory, parse_masters
+from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.health import health_report
 from kvstrata.client.hinting import Hinter, checked_ttl
 from kvstrata.client.keeper import start_keeper
 from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
+from kvstrata.client.masters import parse_masters
 from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL

@@ -1,7 +1,10 @@
-"""The client's one background loop: leases given back, views renewed, breakers probed, old peers closed."""
+"""The client's one background loop: leases given back, views renewed, breakers probed, signs of life exchanged with
+masters, old peers closed.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 from kvstrata.client.directory import Directory
@@ -21,8 +24,8 @@ def start_keeper(directory: Directory, peers: Peers) -> Loop:
     def turn() -> None:
         peers.close_retired()
         peers.upkeep(PROBE_BUDGET_S)
+        now = time.monotonic()
         for master in directory.masters:
-            if master.unreachable():
-                master.upkeep()
+            master.upkeep(now)
 
     return Loop("client-keeper", PERIOD_S, turn, bound_s=BOUND_S).start()

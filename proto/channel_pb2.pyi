@@ -154,18 +154,20 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch")
+    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     boot_id: str
     epoch: int
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlaceOk(_message.Message):
     __slots__ = ("run_code", "run_state", "run_length", "nodes")
@@ -258,7 +260,7 @@ class Acquire(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
-    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index")
+    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index", "idle_ms")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +270,7 @@ class AcquireOk(_message.Message):
     DELTA_SEQ_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     tier: bytes
     lease: int
@@ -277,7 +280,8 @@ class AcquireOk(_message.Message):
     delta_seq: int
     before: bytes
     index: bytes
-    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., before: _Optional[bytes] = ..., index: _Optional[bytes] = ...) -> None: ...
+    idle_ms: bytes
+    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., before: _Optional[bytes] = ..., index: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("leases",)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstrata.client.admin import AdminClient
-from kvstrata.client.directory import parse_masters
+from kvstrata.client.masters import parse_masters
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.logs import get_logger
 
