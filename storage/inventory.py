@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.eviction.admission import Admission
+from kvstrata.storage.eviction.ages import Ages
 from kvstrata.storage.eviction.orders import HINTED
 from kvstrata.storage.eviction.policy import EvictionPolicy
 from kvstrata.storage.eviction.quotas import QuotaBook
@@ -71,6 +72,8 @@ class Inventory:
         self.deltas = deltas
         self.counts = counts
         self.story = Story()
+        #: Stamps of the policy against time.
+        self.ages = Ages()
         self.shelves: dict[tuple[int, str], Shelf] = {}
         self.visible = 0
         self._leaving: set[Block] = set()
@@ -95,17 +98,21 @@ class Inventory:
 
     # ------------------------------------------------------------------ a block's life
 
-    def admit(self, shelf: Shelf, hashes: Sequence[bytes], indexes: Sequence[int]) -> tuple[list[Block], BlockStatus]:
+    def admit(
+        self, shelf: Shelf, hashes: Sequence[bytes], indexes: Sequence[int], before: int | None = None
+    ) -> tuple[list[Block], BlockStatus]:
         """Give slots to new blocks, in order, evicting what is colder than this call; maybe not to all.
 
         The status is what the others get: FULL or QUOTA. Each admitted one gets a new generation, written to
-        the table that readers compare, before any byte moves.
+        the table that readers compare, before any byte moves. ``before``: nothing leaves that this call or a later
+        one has used; None: the call under way.
         """
         if shelf.retired:
             return [], BlockStatus.ABORTED
         slot_bytes, salt = self.slot_bytes(shelf.entry), shelf.salt
+        before = self.policy.stamp if before is None else before
         admission = self.admission
-        allowed = admission.allowed(salt, slot_bytes, len(hashes)) if admission is not None else len(hashes)
+        allowed = admission.allowed(salt, slot_bytes, len(hashes), before) if admission is not None else len(hashes)
         blocks: list[Block] = []
         sweep = SWEEP_AT_ADMISSION
         while len(blocks) < allowed:
@@ -116,7 +123,7 @@ class Inventory:
                 break
             if self._retired and sweep > 0:
                 sweep -= self.sweep(min(sweep, allowed - len(blocks) + SWEEP_STEP))
-            elif not self._make_room(slot_bytes, allowed - len(blocks), salt):
+            elif not self._make_room(slot_bytes, allowed - len(blocks), salt, before):
                 break
         if blocks:
             self.shelves.setdefault((shelf.entry.handle, salt), shelf)
@@ -161,6 +168,12 @@ class Inventory:
         self.visible += len(blocks)
         self.deltas.record(True, shelf, [block.hash for block in blocks], self.tier)
         self.story.tell(self.now, "committed", shelf, blocks)
+
+    def backdate(self, blocks: Sequence[Block], stamps: Sequence[int]) -> None:
+        """Blocks of one call, in chain order, just published, were used last by earlier calls: copies are not news."""
+        self.policy.backdate(blocks, stamps)
+        for block in blocks:
+            block.born = block.stamp
 
     def withdraw(self, block: Block, verb: str, why: Departure = Departure.UNKNOWN, cause: str = "") -> None:
         """Nobody finds the block from here on. Its slot goes now, or when its last reader lets go.
@@ -311,34 +324,33 @@ class Inventory:
 
     # ------------------------------------------------------------------ room
 
-    def _make_room(self, slot_bytes: int, wanted: int, cause: str) -> int:
-        """Free up to ``wanted`` slots of a size, none of them touched by this call; slots freed.
+    def _make_room(self, slot_bytes: int, wanted: int, cause: str, before: int) -> int:
+        """Free up to ``wanted`` slots of a size, none of them used by call ``before`` or a later one; slots freed.
 
         A whole slab of another size goes when all in it is colder than this size's coldest, when its
         tenants are further above their fair shares, or when this size has nothing to give.
         """
         freed = 0
-        policy, this_call = self.policy, self.policy.stamp
+        policy = self.policy
         while freed < wanted:
-            victim = policy.victim(slot_bytes, cause, this_call)
+            victim = policy.victim(slot_bytes, cause, before)
             if not freed or victim is None:
-                slab = self._slab_to_take(slot_bytes, victim, cause)
+                slab = self._slab_to_take(slot_bytes, victim, cause, before)
                 if slab is not None:
                     self._clear(slab, cause)
                     freed += self.arena.slots_in_a_slab(slot_bytes)
                     continue
             if victim is None:
                 missing = (wanted - freed) * slot_bytes
-                return freed + self._evict_copied(cause, missing, Departure.ROOM, this_call, slot_bytes) // slot_bytes
+                return freed + self._evict_copied(cause, missing, Departure.ROOM, before, slot_bytes) // slot_bytes
             self._evict(victim, Departure.ROOM, cause)
             freed += 1
         return freed
 
-    def _slab_to_take(self, slot_bytes: int, victim: Block | None, cause: str) -> SlotGrid | None:
+    def _slab_to_take(self, slot_bytes: int, victim: Block | None, cause: str, before: int) -> SlotGrid | None:
         if not self.arena.slots_in_a_slab(slot_bytes):
             return None
-        this_call = self.policy.stamp
-        idle: list[SlotGrid] = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < this_call)
+        idle: list[SlotGrid] = self.arena.others(slot_bytes, lambda slab: not slab.pinned and slab.hot < before)
         if not idle:
             return None
         if self.policy.charges.keys() == {cause}:
@@ -519,17 +531,18 @@ class Inventory:
             blocks = [block for block in blocks if block.keep is not None]
             self.policy.forget(blocks)
         else:
-            self._cool(blocks, Departure.HINT)
+            self.cool(blocks, Departure.HINT)
         return [block.hash for block in blocks]
 
     def orphaned(self, shelf: Shelf, hashes: Sequence[bytes]) -> int:
         """Nobody finds these, for want of other shards': they leave first, but for those a hint keeps; how many."""
         found = [shelf.blocks.get(key) for key in dict.fromkeys(hashes)]
         blocks = [block for block in found if block is not None and block.state == VISIBLE and block.keep is None]
-        self._cool(blocks, Departure.ORPHAN)
+        self.cool(blocks, Departure.ORPHAN)
         return len(blocks)
 
-    def _cool(self, blocks: Sequence[Block], why: Departure) -> None:
+    def cool(self, blocks: Sequence[Block], why: Departure) -> None:
+        """Visible blocks of one shelf, in chain order, leave before all others of the tenant, for this reason."""
         self.policy.cool(blocks)
         for block in blocks:
             block.hinted = why

@@ -423,6 +423,7 @@ class NodeState:
         """
         for inventory in self.tiers():
             inventory.now = now
+            inventory.ages.note(inventory.policy.stamp, now)
             inventory.drain(DRAIN_BYTES)
             inventory.sweep(SWEEP_BLOCKS)
         self.counts.leases_expired += self.leases.expire(now)

@@ -29,8 +29,8 @@ class Admission:
         self._over: list[str] = []
         self._seen = 0
 
-    def allowed(self, salt: str, slot_bytes: int, wanted: int) -> int:
-        """How many new blocks the share has room for, once own blocks that this call has not used have left."""
+    def allowed(self, salt: str, slot_bytes: int, wanted: int, before: int) -> int:
+        """How many new blocks the share has room for, once own ones that no call from ``before`` on has used left."""
         inventory, book = self._inventory, self._book
         self._look()
         limit = book.limit(inventory.tier, salt, inventory.now)
@@ -46,7 +46,7 @@ class Admission:
         if used > limit:
             return 0
         fits = min(wanted, limit // slot_bytes)
-        inventory.evict_own(salt, used + fits * slot_bytes - limit, Departure.QUOTA, inventory.policy.stamp)
+        inventory.evict_own(salt, used + fits * slot_bytes - limit, Departure.QUOTA, before)
         return min(fits, (limit - self._used(salt)) // slot_bytes)
 
     def drain(self, limit_bytes: int) -> int:

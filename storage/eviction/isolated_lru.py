@@ -161,6 +161,23 @@ class IsolatedLRU:
         if queue.entry is None:
             self._list(queue, self.stamp)
 
+    def backdate(self, blocks: Sequence[Block], stamps: Sequence[int]) -> None:
+        """Blocks of one call, in chain order, just inserted, were used last by earlier calls, of these stamps.
+
+        Those of the older half stand at the cold end of their queue from here on, the deepest the coldest.
+        """
+        for block, stamp in zip(blocks, stamps, strict=True):
+            queue = block.queue
+            assert queue is not None and block.keep is None
+            if stamp >= block.stamp:
+                continue
+            front = queue.entry[0] if queue.entry is not None else HINTED
+            if 2 * stamp < front + block.stamp:
+                queue.order.remove(block)
+                block.stamp = stamp
+                queue.order.unpark(block)
+                self._list(queue, stamp)
+
     def discard(self, block: Block) -> None:
         """Forget a block that is no longer visible."""
         queue = block.queue
