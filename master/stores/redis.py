@@ -78,7 +78,7 @@ class RedisStore:
         fresh = wanted or secrets.token_hex(8)
         try:
             answer = self._run(scripts.OPEN, fresh, FORMAT)
-            held, stored = answer[1].decode(), int(answer[2])
+            held, stored = str(answer[1], "utf-8"), int(answer[2])
             if wanted is not None and held != wanted:
                 raise ConfigError(
                     f"{self._where} belongs to cluster {held}, not {wanted}: give the cluster's own --state, or "
