@@ -32,10 +32,13 @@ class Outcome(Enum):
 class Attachment:
     """Owns up to two directory slots: the one in service, and the one a snapshot loads into.
 
-    A re-attachment of the same incarnation inherits the slot in service, which answers until the swap.
+    A re-attachment of the same incarnation inherits the slot in service, which answers until the swap. Where
+    nothing speaks against it (``resume``), its node may go on after ``resume_seq`` instead of sending a snapshot.
     """
 
-    def __init__(self, session: int, facts: NodeFacts, inherited: Attachment | None = None) -> None:
+    def __init__(
+        self, session: int, facts: NodeFacts, inherited: Attachment | None = None, *, resume: bool = False
+    ) -> None:
         self.session = session
         self.facts = facts
         self.slot: int | None = None
@@ -50,6 +53,13 @@ class Attachment:
         if inherited is not None:
             self.slot, inherited.slot = inherited.slot, None
             self.applied_seq = inherited.applied_seq
+            self.synced = resume and inherited.trusted
+        self.resume_seq = self.applied_seq if self.synced else 0
+
+    @property
+    def trusted(self) -> bool:
+        """What is in service is all that the node had at ``applied_seq``, as far as anybody knows."""
+        return self.synced and not self._asked and not self.loading
 
     @property
     def slots(self) -> list[int]:

@@ -12,6 +12,7 @@ from kvstrata.master.attachment import Attachment
 from kvstrata.master.content.chronicle import Chronicle
 from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory
+from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node, Nodes
@@ -36,19 +37,23 @@ class Membership:
         emit: Callable[[m.Command], None],
         rng: random.Random,
         quotas: Quotas,
+        standing: Standing,
     ) -> None:
         self.nodes = Nodes()
         #: Facts of the nodes that may be routed to, by directory slot. Replaced whole, never changed.
         self.slot_facts: dict[int, m.NodeFacts] = {}
         #: Called when a node has attached and been told what every node is told first.
         self.attached: Callable[[Node], None] = lambda node: None
+        #: Whether what a node said before is all there is to know, so that it may go on from there.
+        self.resumable: Callable[[str], bool] = lambda node_id: True
         self._directory = directory
         self._namespaces = namespaces
         self._tombstones = tombstones
         self._chronicle = chronicle
         self._counts = counts
         self._emit = emit
-        self._quotas = quotas
+        self.quotas = quotas  #: another one for each term as leader
+        self._standing = standing
         self._session = rng.getrandbits(31) << 32
         self._awaited: set[str] = set()
         self._grace_ends = 0.0
@@ -113,7 +118,8 @@ class Membership:
             self._emit(m.CloseSession(session, reason))
             return
         same = current is not None and current.facts.incarnation == facts.incarnation
-        attachment = Attachment(session, facts, current if same else None)
+        resume = same and self.resumable(node.node_id)
+        attachment = Attachment(session, facts, current if same else None, resume=resume)
         if current is not None:
             self._emit(m.CloseSession(current.session, "the node attached again"))
             current.release(self._directory)
@@ -123,8 +129,10 @@ class Membership:
             node.usage, node.active_since, node.placed_bytes = None, None, 0
         self._enroll(node, facts)
         capacity = {Tier.DRAM: facts.dram_bytes, Tier.SSD: facts.ssd_bytes}
-        shares = self._quotas.attached(node.node_id, session, capacity, event.shares, now)
-        self._emit(m.SendAttached(session, self._namespaces.epochs, shares))
+        leading = self._standing.leading
+        shares = self.quotas.attached(node.node_id, session, capacity, event.shares, now) if leading else None
+        epoch = self._standing.epoch if leading else self._standing.heard
+        self._emit(m.SendAttached(session, self._namespaces.epochs, shares, leading, epoch, attachment.resume_seq))
         for stone in self._tombstones.waiting_for(node.node_id):
             self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
         self.attached(node)
@@ -148,13 +156,13 @@ class Membership:
         self._awaited.discard(node.node_id)
         self._emit(node.saved())
         self._leave(node, now, f"detached: {event.reason}")
-        self._quotas.stopped(node.node_id, now)
+        self.quotas.stopped(node.node_id, now)
 
     def link_lost(self, event: m.LinkLost, now: float) -> None:
         node = self.nodes.of_session(event.session)
         if node is not None and node.pulse is not None and node.pulse.link_lost_at is None:
             node.pulse.link_lost_at = now
-            self._quotas.unlinked(node.node_id, now)
+            self.quotas.unlinked(node.node_id, now)
 
     def _leave(self, node: Node, now: float, reason: str) -> None:
         """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""
@@ -163,7 +171,7 @@ class Membership:
         attachment.release(self._directory)
         self.nodes.unbind(node)
         node.pulse = node.usage = node.active_since = None
-        self._quotas.unlinked(node.node_id, now)
+        self.quotas.unlinked(node.node_id, now)
         self._emit(m.CloseSession(attachment.session, reason))
         self._chronicle.note(now, f"offline: {reason}", node.node_id)
         self._enter(node, NodeState.OFFLINE, reason)
@@ -173,8 +181,9 @@ class Membership:
     def status(self, event: m.StatusReport, now: float) -> None:
         node = self.speaker(event.session, now)
         if node is not None:
+            self._standing.told(event.usage.leader_epoch)
             node.usage, node.placed_bytes = event.usage, 0
-            self._quotas.reported(node.node_id, event.session, event.usage, now)
+            self.quotas.reported(node.node_id, event.session, event.usage, now)
             self._judge(node, now)
 
     def heartbeat(self, event: m.Heartbeat, now: float) -> None:

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
+from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Group, Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
@@ -44,6 +45,11 @@ from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, PlaceState, Tier
 
+#: Commands are numbered from the leader's epoch times two to this power.
+COMMAND_BITS: Final = 32
+#: What any master says to a node; the rest of what is sent, and all that is saved, is the leader's.
+_ANYBODYS: Final = (m.SendAttached, m.SendResync, m.SendAck)
+_LEADERS: Final = (*(set(get_args(m.Send)) - set(_ANYBODYS)), *get_args(m.Save))
 #: A miss report hides a replica for at most this many deltas to come, whatever it claims.
 DELTA_LAG_MAX: Final = 4096
 
@@ -82,7 +88,15 @@ _GONE: Final = frozenset({BlockStatus.UNKNOWN, BlockStatus.MISSING, BlockStatus.
 class MasterState:
     """Directory, liveness, placement, namespaces, roster and removals, composed."""
 
-    def __init__(self, now: float, rng: random.Random, saved: Saved = _NOTHING, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        now: float,
+        rng: random.Random,
+        saved: Saved = _NOTHING,
+        grace_s: float = 5.0,
+        standing: Standing | None = None,
+    ) -> None:
+        self.standing = Standing() if standing is None else standing
         self.directory = Directory()
         self.namespaces = Namespaces()
         self.orphans = Orphans(self.directory, self.namespaces)
@@ -92,8 +106,8 @@ class MasterState:
         self.requests = RequestLog()
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
-        self.quotas = Quotas(self._emit, rng.getrandbits(31) << 24)
-        self.quotas.restore(saved.policies, saved.fallback, saved.grants, now)
+        self._rng = rng
+        self.quotas = self.new_quotas()
         self.membership = Membership(
             self.directory,
             self.namespaces,
@@ -103,19 +117,18 @@ class MasterState:
             self._emit,
             rng,
             self.quotas,
+            self.standing,
         )
         self.clearing = Clearing(
             self.directory, self.namespaces, self.membership.nodes, self.tombstones, self.chronicle, self._emit
         )
         self.membership.attached = self.clearing.attached
+        self.membership.resumable = lambda node_id: not self.clearing.scopes.held(node_id)
         self.membership.restore(saved.nodes, now, grace_s)
         for group in saved.groups:
             self.namespaces.restore(group.namespace, group.epoch)
-        for stone in saved.tombstones:
-            self.tombstones.restore(stone)
-        for scope in saved.scopes:
-            self.clearing.scopes.restore(scope)
-        self.tombstones.start_after(max([saved.last_command, *(scope.command for scope in saved.scopes)]))
+        if self.leading:
+            self.restore_orders(saved, now)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Attach: self._attach,
             m.SnapshotPart: self._snapshot_part,
@@ -136,8 +149,41 @@ class MasterState:
     def nodes(self) -> Nodes:
         return self.membership.nodes
 
+    @property
+    def leading(self) -> bool:
+        """Whether nodes take orders of this master, and the store what it writes."""
+        return self.standing.leading
+
+    def new_quotas(self) -> Quotas:
+        """Without a policy. Nodes report revisions of their shares: none of two leaders are alike."""
+        first = self._rng.getrandbits(15) << 40 | (self.standing.epoch & 0xFFFF) << 24
+        return Quotas(self._emit, first)
+
+    def restore_orders(self, saved: Saved, now: float) -> None:
+        """What a leader works by: policies and grants, and orders that nodes have not confirmed."""
+        self.quotas = self.membership.quotas = self.new_quotas()
+        self.quotas.restore(saved.policies, saved.fallback, saved.grants, now)
+        for stone in saved.tombstones:
+            self.tombstones.restore(stone)
+        for scope in saved.scopes:
+            self.clearing.scopes.restore(scope)
+        last = max([saved.last_command, *(scope.command for scope in saved.scopes)])
+        # What an earlier leader could not save was numbered too, and nodes may confirm it yet.
+        self.tombstones.start_after(max(last, self.standing.epoch << COMMAND_BITS))
+
+    def forget_orders(self) -> None:
+        """Another master leads: what was ordered here is its business now."""
+        self.quotas = self.membership.quotas = self.new_quotas()
+        self.tombstones.clear()
+        self.clearing.scopes.clear()
+
+    def emit(self, command: m.Command) -> None:
+        """For rooms that work on the whole state."""
+        self._emit(command)
+
     def _emit(self, command: m.Command) -> None:
-        self._out.append(command)
+        if self.leading or not isinstance(command, _LEADERS):
+            self._out.append(command)
 
     def handle(self, event: m.Event, now: float) -> list[m.Command]:
         """Take an event in; returns what to do, in order."""
@@ -153,12 +199,15 @@ class MasterState:
         return out
 
     def _attach(self, event: m.Attach, now: float) -> None:
+        self.standing.told(event.leader_epoch, event.leader_id)
         self.clearing.learn(event, now)
         self.membership.attach(event, now)
 
     def _tick(self, event: m.Tick, now: float) -> None:
         self.membership.tick(event, now)
         self.directory.turn(now)
+        if not self.leading:
+            return
         self.quotas.tick(now)
         if self.orphans:
             links = [node.attachment for node in self.nodes if node.linked and node.attachment is not None]
@@ -184,7 +233,7 @@ class MasterState:
 
     def rebalance(self, now: float) -> list[m.Command] | None:
         """Another step of sharing limits out; None when nothing is due."""
-        if not self.quotas.behind(now):
+        if not self.leading or not self.quotas.behind(now):
             return None
         self.quotas.step(now)
         return self._take_out()
@@ -236,6 +285,9 @@ class MasterState:
                 fields = {"node_id": node.node_id, "reason": str(error)}
                 self._emit(m.Report("node holds a namespace that is refused", fields))
                 return None
+            if part.epoch > group.epoch and not self.leading:
+                self.clearing.learned([(group.name, part.epoch)], now)  # the leader has begun it
+                group = self.namespaces.named(group.name)
             if part.epoch != group.epoch:
                 self.counts["holdings_of_other_epochs"] += 1
                 return None
@@ -364,7 +416,8 @@ class MasterState:
             )
         present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id).codes
         active = self.membership.active()
-        self.quotas.seen(salt, namespace.block_bytes, now)
+        if self.leading:
+            self.quotas.seen(salt, namespace.block_bytes, now)
         rooms = self.quotas.rooms(salt)
         candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values()]
         if any(candidate.capacity for candidate in candidates):
@@ -495,6 +548,7 @@ class MasterState:
         self.clearing.scopes.check()
         self.orphans.check()
         self.quotas.check()
+        self.standing.check()
         assert not self._out
 
 

@@ -6,7 +6,7 @@ are told when they attach, before anything that they say of the scope counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvstrata.master import messages as m
@@ -124,6 +124,11 @@ class Clearing:
             for node in self._nodes:
                 if node.linked and node.attachment is not None:
                     self._emit(m.SendEpoch(node.attachment.session, 0, name, epoch))
+
+    def learned(self, epochs: Iterable[tuple[str, int]], now: float) -> None:
+        """Groups are at later weight epochs than is known here: somebody who leads has begun them."""
+        for name, epoch in self._namespaces.newer(epochs):
+            self._renew(name, epoch, now)
 
     def attached(self, node: Node) -> None:
         """The node has been told all epochs; now it is told what it has not confirmed."""

@@ -64,6 +64,15 @@ class Scopes:
             saved.command, saved.group, saved.salt, saved.erase, saved.epoch, set(saved.waiting)
         )
 
+    def clear(self) -> None:
+        """Forget all: another master has them."""
+        self._all.clear()
+        self._told.clear()
+
+    def held(self, node_id: str) -> bool:
+        """Whether something that the node said was held back: what is known of it is not all."""
+        return any(self._told.get(node_id, {}).values())
+
     def require_room(self) -> None:
         """Raises :class:`Busy` at the bound."""
         if len(self._all) >= SCOPES_MAX:

@@ -44,6 +44,11 @@ class Tombstones:
         self._keep(Tombstone(saved.command, saved.namespace, saved.salt, saved.hashes, set(saved.waiting)))
         self._next = max(self._next, saved.command + 1)
 
+    def clear(self) -> None:
+        """Forget all: another master has them. Numbers go on."""
+        self._all.clear()
+        self._bytes = 0
+
     def start_after(self, command: int) -> None:
         """Give out numbers above ``command`` only."""
         self._next = max(self._next, command + 1)
