@@ -11,6 +11,7 @@ from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
 from kvstrata.cli.settings import load_config
 from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, parse_size, size_flag
+from kvstrata.cli.state_option import State, StatePasswordFile
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
@@ -33,7 +34,8 @@ def master(
     ] = "127.0.0.1:7400",
     grpc: Annotated[str, address_flag(help="gRPC: node sync, admin.")] = "127.0.0.1:7401",
     http: Annotated[str, address_flag(help="HTTP: metrics, health.")] = "127.0.0.1:7402",
-    state: Annotated[Path | None, typer.Option(help="SQLite file for what must outlive a restart.")] = None,
+    state: State = None,
+    state_password_file: StatePasswordFile = None,
     grace: Annotated[float, typer.Option(help="Seconds after a start in which a miss may be 'not yet'.", min=0)] = 5.0,
     seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
     log_format: Format = LogFormat.text,
@@ -44,7 +46,15 @@ def master(
         configure_logs(log_format, log_level)
         from kvstrata.master.daemon import MasterConfig, run
 
-        settings = MasterConfig(listen=listen, grpc=grpc, http=http, state=state, grace_s=grace, seed=seed)
+        settings = MasterConfig(
+            listen=listen,
+            grpc=grpc,
+            http=http,
+            state=state,
+            grace_s=grace,
+            seed=seed,
+            state_password_file=state_password_file,
+        )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 
 

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -17,7 +17,7 @@ from kvstrata.master.content.calls import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
 from kvstrata.master.service import serve
-from kvstrata.master.stores.sqlite import SqliteStore
+from kvstrata.master.stores.opening import open_store
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
@@ -32,15 +32,20 @@ STOP_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MasterConfig:
-    """Addresses are ``HOST:PORT``; port 0 picks a free one. ``state`` None keeps policy in memory only."""
+    """Addresses are ``HOST:PORT``; port 0 picks a free one.
+
+    ``state`` is the path of a SQLite file, or the URL of a Redis with the password in ``state_password_file``; None
+    keeps policy in memory only.
+    """
 
     listen: str
     grpc: str
     http: str
-    state: Path | None
+    state: str | None = field(repr=False)  #: a URL may hold a password
     cluster_id: str | None = None
     grace_s: float = 5.0
     seed: int | None = None
+    state_password_file: Path | None = None
 
 
 class Master:
@@ -56,7 +61,7 @@ class Master:
             raise
 
     def _start(self, config: MasterConfig) -> None:
-        store = SqliteStore(config.state, config.cluster_id)
+        store = open_store(config.state, config.cluster_id, config.state_password_file)
         self._stops.append(store.close)
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)
         self._stops.append(self.hub.journal.flush)

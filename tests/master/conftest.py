@@ -157,10 +157,9 @@ class MasterProcess:
 
     _SCRIPT = (
         "import json, sys\n"
-        "from pathlib import Path\n"
         "from kvstrata.master.daemon import MasterConfig, run\n"
         "listen, grpc, http, state = sys.argv[1:]\n"
-        "config = MasterConfig(listen, grpc, http, Path(state) if state else None)\n"
+        "config = MasterConfig(listen, grpc, http, state or None)\n"
         "sys.exit(run(config, lambda ready: print(json.dumps(ready), flush=True)))\n"
     )
 
