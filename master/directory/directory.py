@@ -12,7 +12,7 @@ buried whole.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from kvstrata.master.directory.ghosts import Ghost, Ghosts
 from kvstrata.master.directory.graves import Graves
 from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, HolderSets, Ids
 from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.routes import Routes
 from kvstrata.master.directory.table import BEGIN, Cursor, Table
 from kvstrata.proto.errors import Busy
 
@@ -99,10 +100,9 @@ class Directory:
         self._free_slots: list[int] = []
         self._reports: dict[int, deque[_Report]] = {}
         self._per_set = np.zeros(64, dtype=np.int64)
-        self._hosts: dict[int, str] = {}
-        self._routes: dict[str, Codes] = {}
+        self._routes = Routes(self.holders)
         self._reasons = np.zeros(0, dtype=np.uint8)
-        self._routes_reuses = 0
+        self._reasons_reuses = 0
 
     # ------------------------------------------------------------------ slots
 
@@ -123,13 +123,11 @@ class Directory:
         self._slots.remove(slot)
         self._free_slots.append(slot)
         self._reports.pop(slot, None)
-        if self._hosts.pop(slot, None) is not None:
-            self._routes.clear()
         mapping = self.holders.mapping_without_slot(slot, None if reason is None else self.ghosts.mark(reason))
         if dropped:
             self._remap(mapping)
         self.holders.forget_slot(slot)
-        self._routes.clear()
+        self._routes.forget(slot)
         return dropped
 
     def _remap(self, mapping: Ids) -> None:
@@ -147,9 +145,11 @@ class Directory:
 
     def route(self, hosts: Mapping[int, str]) -> None:
         """Set the slots that readers may be sent to, with the boot id of each one's host."""
-        if hosts != self._hosts:
-            self._hosts = dict(hosts)
-            self._routes.clear()
+        self._routes.set_hosts(hosts)
+
+    def weigh(self, weights: Mapping[int, float]) -> None:
+        """Set how much of the reads each slot should get beside replicas that are as good."""
+        self._routes.set_weights(weights)
 
     # ------------------------------------------------------------------ changes
 
@@ -319,9 +319,9 @@ class Directory:
 
     def reasons(self, ids: Ids) -> npt.NDArray[np.uint8]:
         """Why blocks with these holder sets are not found, if they are not routed to: u8[n]."""
-        self._void_if_reused()
-        if len(self._reasons) < self.holders.size:
+        if self._reasons_reuses != self.holders.reuses or len(self._reasons) < self.holders.size:
             self._reasons = self.holders.reasons()
+            self._reasons_reuses = self.holders.reuses
         return self._reasons[ids]
 
     def ghost(self, table: TableKey, keys: Keys) -> Ghost | None:
@@ -331,15 +331,26 @@ class Directory:
 
     # ------------------------------------------------------------------ questions
 
-    def lookup(self, group: int, shard: int, shard_count: int, salt: str, keys: Keys, boot_id: str = "") -> Found:
-        """Where the blocks are, and the longest prefix of which every shard is there."""
-        routes = self._routes_for(boot_id)
+    def lookup(
+        self,
+        group: int,
+        shard: int,
+        shard_count: int,
+        salt: str,
+        keys: Keys,
+        boot_id: str = "",
+        avoid: Collection[int] = (),
+    ) -> Found:
+        """Where the blocks are, and the longest prefix of which every shard is there.
+
+        Slots in ``avoid`` are named only for blocks that no other slot has.
+        """
         ids = self.known_ids(TableKey(group, shard, salt), keys)
-        codes = routes[ids]
+        codes = self._routes.codes(ids, boot_id, int(keys[0, 0]) if len(keys) else 0, avoid)
         present = codes != 0
         shard_hit_blocks = prefix_length(present)
         if shard_count > 1:
-            present = self._with_sisters(present, group, shard, shard_count, salt, keys, routes)
+            present = self._with_sisters(present, group, shard, shard_count, salt, keys, boot_id)
         return Found(codes, present, prefix_length(present), shard_hit_blocks, ids)
 
     def _with_sisters(
@@ -350,30 +361,16 @@ class Directory:
         shard_count: int,
         salt: str,
         keys: Keys,
-        routes: Codes,
+        boot_id: str,
     ) -> npt.NDArray[np.bool_]:
         left = np.flatnonzero(present)
         for sister in range(shard_count):
             if sister != shard and left.size:
-                left = left[routes[self.known_ids(TableKey(group, sister, salt), keys[left])] != 0]
+                ids = self.known_ids(TableKey(group, sister, salt), keys[left])
+                left = left[self._routes.held(ids, boot_id)]
         everywhere = np.zeros_like(present)
         everywhere[left] = True
         return everywhere
-
-    def _routes_for(self, boot_id: str) -> Codes:
-        if boot_id not in self._hosts.values():
-            boot_id = ""
-        self._void_if_reused()
-        known = self._routes.get(boot_id)
-        if known is None or len(known) < self.holders.size:
-            known = self._routes[boot_id] = self.holders.routes(self._hosts, boot_id, known)
-        return known
-
-    def _void_if_reused(self) -> None:
-        if self._routes_reuses != self.holders.reuses:
-            self._routes.clear()
-            self._reasons = self._reasons[:0]
-            self._routes_reuses = self.holders.reuses
 
     def known_ids(self, table: TableKey, keys: Keys) -> Ids:
         """Holder set ids of the blocks, routable or not, ghosts too: u32[n], 0 where nothing is known."""
@@ -460,7 +457,7 @@ class Directory:
         assert self._ghost_blocks == sum(part.ghosts for part in self._parts.values())
         used = {slot for set_id in np.flatnonzero(counts).tolist() for slot, _ in self.holders_of(set_id)}
         assert used <= self._slots, f"blocks of dropped slots: {used - self._slots}"
-        assert set(self._hosts) <= self._slots and set(self._reports) <= self._slots
+        assert self._routes.slots <= self._slots and set(self._reports) <= self._slots
         assert not self._slots & set(self._free_slots)
 
 

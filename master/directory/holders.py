@@ -9,7 +9,7 @@ holder codes, which says why it left (:mod:`kvstrata.master.directory.ghosts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -190,27 +190,9 @@ class HolderSets:
                     masks[set_id] |= 1 << (code & 3)
         return masks[ids]
 
-    def routes(self, hosts: Mapping[int, str], boot_id: str, known: Codes | None = None) -> Codes:
-        """The location code to hand out for each id (0: none), given the routable slots and their hosts.
-
-        A replica on the asker's host comes first, then the fastest tier; equals are spread over by id.
-        ``known`` is an earlier answer for the same arguments: only ids past it are worked out.
-        """
-        done = 0 if known is None else len(known)
-        fresh = np.array([self._route(set_id, hosts, boot_id) for set_id in range(done, self.size)], dtype=np.uint16)
-        return fresh if known is None else np.concatenate((known, fresh))
-
-    def _route(self, set_id: int, hosts: Mapping[int, str], boot_id: str) -> int:
-        ranked = [
-            ((code & 3) + (0 if boot_id and hosts[code >> 2] == boot_id else 4), code)
-            for code in self._sets[set_id] or ()
-            if code & 3 != HIDDEN and code >> 2 in hosts
-        ]
-        if not ranked:
-            return 0
-        best = min(ranked)[0]
-        equals = [code for rank, code in ranked if rank == best]
-        return 1 + equals[set_id % len(equals)]
+    def visible(self, set_id: int) -> Holders:
+        """The codes in a set, hidden ones included, a ghost left out; () for a forgotten id."""
+        return _living(self._sets[set_id] or ())
 
     def check(self) -> None:
         """Assert that ids and sets are one to one, and freed ids are free."""

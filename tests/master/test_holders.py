@@ -75,31 +75,9 @@ def test_transitions_equal_set_arithmetic(steps: list[tuple[str, int, int, int]]
         assert [set(sets.holders(set_id)) for set_id in ids.tolist()] == oracle
 
 
-def test_routes_prefer_the_asker_host_then_the_faster_tier() -> None:
-    sets = HolderSets()
-    empty = np.zeros(1, dtype=np.uint32)
-    both = sets.with_holder(sets.with_holder(empty, 1, 1), 2, 0)
-    hosts = {1: "a", 2: "b"}
-    assert sets.routes(hosts, "")[both[0]] == 1 + code_of(2, 0)
-    assert sets.routes(hosts, "a")[both[0]] == 1 + code_of(1, 1)
-    assert sets.routes({1: "a"}, "b")[both[0]] == 1 + code_of(1, 1)
-    assert sets.routes({}, "a")[both[0]] == 0
-
-
-def test_equal_replicas_share_the_readers() -> None:
-    sets = HolderSets()
-    ids = np.zeros(1, dtype=np.uint32)
-    answers = set()
-    for extra in range(2, 10):
-        pair = sets.with_holder(sets.with_holder(sets.with_holder(ids, 0, 0), 1, 0), extra, 2)
-        answers.add(int(sets.routes({0: "", 1: ""}, "")[pair[0]]))
-    assert answers == {1 + code_of(0, 0), 1 + code_of(1, 0)}
-
-
-def test_hidden_replicas_are_not_routed() -> None:
+def test_hidden_replicas_have_no_tier() -> None:
     sets = HolderSets()
     ids = sets.hidden(sets.with_holder(np.zeros(1, dtype=np.uint32), 0, 0), 0)
-    assert sets.routes({0: "a"}, "a")[ids[0]] == 0
     assert sets.tiers_of(ids, 0).tolist() == [0]
 
 
@@ -110,15 +88,6 @@ def test_an_id_with_a_new_meaning_is_announced() -> None:
     before = sets.reuses
     assert sets.with_holder(np.zeros(1, dtype=np.uint32), 1, 0) == first
     assert sets.reuses == before + 1
-
-
-def test_memory_comes_before_the_disk_of_the_same_node() -> None:
-    sets = HolderSets()
-    both = sets.with_holder(sets.with_holder(np.zeros(1, dtype=np.uint32), 3, 1), 3, 0)
-    for host in ("", "a", "b"):
-        assert sets.routes({3: "a"}, host)[both[0]] == 1 + code_of(3, 0)
-    disk = sets.without_holder(both, 3, 0, MissReason.EVICTED_ROOM)
-    assert sets.routes({3: "a"}, "a")[disk[0]] == 1 + code_of(3, 1)
 
 
 def test_reasons_by_set() -> None:
