@@ -51,9 +51,9 @@ class Directory:
                 return
 
     def open(self, namespace: PoolNamespace, deadline: float) -> None:
-        """Learn the namespace's weight epoch, if a master can be asked; raises its refusal."""
+        """Learn the namespace's weight epoch, if a master can be asked; raises its refusal. Nonsense is no answer."""
         for master in self.masters:
-            with suppress(Unavailable, Busy):
+            with suppress(Unavailable, Busy, ProtocolError):
                 master.process.handle(namespace, deadline)
                 return
 
