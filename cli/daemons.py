@@ -83,6 +83,10 @@ def storage(
         Path | None,
         typer.Option(help="File of a key, 32 bytes as hex or base64: encrypt what is on SSD."),
     ] = None,
+    scrub_rate: Annotated[
+        int,
+        size_flag(help="Bytes a second of SSD read back to find what has changed there; 0: none."),
+    ] = 8 << 20,
     eviction: Annotated[
         EvictionOrder,
         typer.Option(help="What leaves first: blocks used once, where that hits more often, or the least recent."),
@@ -117,6 +121,7 @@ def storage(
             ssd_daily_writes=ssd_daily_writes,
             ssd_key_file=ssd_key_file,
             eviction=eviction,
+            scrub_rate=scrub_rate,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

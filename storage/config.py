@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MEMORY_SPARE_BYTES: Final = 64 << 20
 #: Less than this on a device is a mistake in the units.
 SSD_BYTES_MIN: Final = 8 << 20
+#: A terabyte in a day and a half, for about a hundredth of a core.
+SCRUB_RATE: Final = 8 << 20
 _CGROUP_MAX: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_NOW: Final = Path("/sys/fs/cgroup/memory.current")
 
@@ -30,7 +32,8 @@ class StorageConfig:
 
     ``name`` becomes the node id when the data directory is new. ``slab_bytes`` None: an eighth of DRAM,
     4 to 256 MiB. ``ssd`` are directories, one a device, with the bytes to use of each; ``ssd_daily_writes``
-    None: as many as come. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted.
+    None: as many as come. ``scrub_rate``: bytes a second of SSDs read back for nobody, to find what has changed
+    there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted.
     """
 
     masters: tuple[str, ...]
@@ -46,6 +49,7 @@ class StorageConfig:
     ssd_daily_writes: int | None = None
     ssd_key_file: Path | None = None
     eviction: EvictionOrder = EvictionOrder.SEGMENTED
+    scrub_rate: int = SCRUB_RATE
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""

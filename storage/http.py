@@ -52,8 +52,11 @@ _PLAIN = (
     ("removed", "blocks removed by order"),
     ("leases_expired", "leases that ended by their deadline"),
     ("reservations_expired", "reservations that ended by their deadline"),
+    ("scrubbed", "blocks read back to see whether they are what was stored"),
+    ("scrubbed_bytes", "payload bytes of those"),
+    ("scrub_corrupt", "of those, blocks that were not, or could not be read: withdrawn"),
     ("bytes_in", "payload bytes written into slots"),
-    ("bytes_out", "payload bytes sent from slots"),
+    ("bytes_out", "payload bytes sent to readers, or leased to them to copy"),
 )
 
 

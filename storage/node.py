@@ -21,6 +21,11 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import dram_arena
+from kvstrata.storage.checking.background import BOUND_S as SCRUB_BOUND_S
+from kvstrata.storage.checking.background import PERIOD_S as SCRUB_S
+from kvstrata.storage.checking.background import BackgroundScrub
+from kvstrata.storage.checking.node_check import NodeChecks
+from kvstrata.storage.checking.scrubber import Scrubber
 from kvstrata.storage.config import StorageConfig, open_keys, open_store
 from kvstrata.storage.eviction.orders import LruOrder, Order
 from kvstrata.storage.eviction.segmented_order import SegmentedOrder
@@ -130,12 +135,15 @@ class StorageNode:
             self.ssd.recover()
             movers = self.ssd.movers
         handlers = NodeChannel(self.state, self.lock, changed=self._changed, info=self.report.health, movers=movers)
-        self.server = ChannelServer(handlers.handlers(), self._hello, handlers.session_ended, self.loops)
+        checks = self._checks()
+        served = {**handlers.handlers(), **checks.handlers()}
+        self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops)
         self._ends.append(lambda: self.loops.stop(STOP_S))
         if self.ssd is not None:
             self.ssd.start(self.loops)
             self._ends.append(self.ssd.stop)
         self._ends.append(lambda: self.server.stop(STOP_S))
+        self._ends.append(checks.stop)
         self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
         orders = self.loops.add(Loop("commands", TURN_S, self.commands.turn, bound_s=TURN_BOUND_S))
         self.commands.wake = orders.wake
@@ -145,6 +153,18 @@ class StorageNode:
         web.start()
         self._join_masters()
         return self._ready()
+
+    def _checks(self) -> NodeChecks:
+        """What answers NODE_CHECK; and, on SSD, the scrub that goes on by itself."""
+        moves = self.ssd.moves if self.ssd is not None else None
+        store = self.ssd.store if self.ssd is not None else None
+        if moves is not None and self.config.scrub_rate:
+            scrubber = Scrubber(self.lock, self._changed, store)
+            scrub = BackgroundScrub(moves, scrubber, self.config.scrub_rate)
+            self.loops.add(Loop("scrub", SCRUB_S, scrub.turn, bound_s=SCRUB_BOUND_S))
+        return NodeChecks(
+            self.state, self.lock, changed=self._changed, health=self.report.health, moves=moves, store=store
+        )
 
     def _join_masters(self) -> None:
         """None of them needs to be there."""

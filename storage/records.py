@@ -192,6 +192,9 @@ class Counts:
     promote_refused: int = 0  #: no room for them in DRAM
     ssd_corrupt: int = 0  #: on SSD, and not what was written
     ssd_read_errors: int = 0
+    scrubbed: int = 0  #: read back for no reader, to see whether they are what was stored
+    scrubbed_bytes: int = 0
+    scrub_corrupt: int = 0  #: of those, not what was stored, or unreadable: withdrawn
 
 
 @dataclass(slots=True)

@@ -120,6 +120,10 @@ class ReservationBook:
                 count += 1
         return count
 
+    def named(self) -> set[Block]:
+        """All blocks of reservations that stand, and of those whose slots are still being written."""
+        return {block for each in (*self._reservations.values(), *self._doomed) for block in each.blocks}
+
     def _forget(self, reservation: Reservation) -> None:
         del self._reservations[reservation.id]
         holdings = self._sessions[reservation.session]

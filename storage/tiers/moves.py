@@ -385,7 +385,7 @@ class TierMoves:
         for block, status in zip(move.source, statuses, strict=True):
             if status != _LOADED and _stands(block):
                 move.failed[block.hash] = BlockStatus(status)
-                self._gone_bad(block, status, now)
+                self.gone_bad(block, status, now)
         arrived = [status == _LOADED and _stands(block) for status, block in zip(statuses, move.source, strict=True)]
         visible = self._commit(dram, move, arrived, "read from SSD")
         published = [block for block, ok in zip(move.target, visible, strict=True) if ok]
@@ -400,7 +400,8 @@ class TierMoves:
             del self._arriving[block]
         self._finish(move, ssd)
 
-    def _gone_bad(self, block: Block, status: int, now: float) -> None:
+    def gone_bad(self, block: Block, status: int, now: float) -> None:
+        """A block that stands on SSD was read as CORRUPT or READ_ERROR: it leaves, its slot goes to quarantine."""
         if status == BlockStatus.CORRUPT:
             self.counts.ssd_corrupt += 1
         elif status == BlockStatus.READ_ERROR:
