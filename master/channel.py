@@ -26,6 +26,8 @@ log = get_logger(__name__)
 
 #: Values of a status that this version knows.
 _STATUSES: Final = frozenset(BlockStatus)
+#: Of the nodes that a client cannot reach, so many are heeded.
+AVOID_MAX: Final = 64
 _WILDCARDS: Final = ("0.0.0.0", "[::]")
 
 
@@ -88,14 +90,18 @@ class MasterChannel:
         request = expect(pb.Lookup, frame, Kind.LOOKUP)
         opened = self._hub.opened(request.ns)
         host = connection.owner.hello.boot_id
-        answer, nodes = self._hub.lookup(opened, request.salt, request.hashes, host, request.epoch, request.request)
+        avoid = frozenset(request.avoid[:AVOID_MAX])
+        answer, nodes = self._hub.lookup(
+            opened, request.salt, request.hashes, host, request.epoch, request.request, avoid
+        )
         return Reply(Kind.LOOKUP_OK, lookup_ok(answer, opened.namespace.shard_count, nodes).SerializeToString())
 
     def _place(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Place, frame, Kind.PLACE)
         opened = self._hub.opened(request.ns)
         host = request.boot_id or connection.owner.hello.boot_id
-        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host, request.epoch)
+        avoid = frozenset(request.avoid[:AVOID_MAX])
+        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
 
     def _miss_report(self, connection: ServerConnection, frame: Frame) -> None:

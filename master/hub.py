@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -233,17 +233,20 @@ class Hub:
         boot_id: str,
         epoch: int | None = None,
         request: str = "",
+        avoid: Collection[str] = (),
     ) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
         """Where blocks are, and the nodes that the codes' slots name.
 
         ``epoch`` is what the asker's handle is pinned to; a named ``request`` can be explained later.
+        ``avoid`` as for :meth:`MasterState.lookup`.
         """
         began = time.perf_counter()
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             now = self._clock()
-            answer = self._state.lookup(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch)
+            group = opened.group.number
+            answer = self._state.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
             if request:
                 self._state.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
@@ -253,14 +256,20 @@ class Hub:
         return answer, facts
 
     def place(
-        self, opened: Opened, salt: str, hashes: bytes, boot_id: str, epoch: int | None = None
+        self,
+        opened: Opened,
+        salt: str,
+        hashes: bytes,
+        boot_id: str,
+        epoch: int | None = None,
+        avoid: Collection[str] = (),
     ) -> tuple[Placed, dict[int, m.NodeFacts]]:
         """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`."""
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             now = self._clock()
-            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch)
+            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch, avoid)
             commands = self._state.taken()
             self._deliver(commands)
             facts = self._state.membership.slot_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from kvstrata.master import messages as m
@@ -17,11 +17,14 @@ from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.tenants.quotas import Quotas
+from kvstrata.master.traffic import weights_of
 from kvstrata.proto.status import Tier
 
 #: Ticks further apart than this mean that the master itself stood still.
 PAUSE_S: Final = 1.0
 NODES_MAX: Final = 4096
+#: How often it is worked out how much each replica is to be read beside its equals.
+WEIGH_S: Final = 1.0
 
 
 class Membership:
@@ -58,6 +61,7 @@ class Membership:
         self._awaited: set[str] = set()
         self._grace_ends = 0.0
         self._last_tick = 0.0
+        self._weighed_at = 0.0
 
     def restore(self, roster: Iterable[m.SaveNode], now: float, grace_s: float) -> None:
         """Load the durable roster at start; its nodes are awaited for ``grace_s``."""
@@ -93,6 +97,12 @@ class Membership:
         """The node whose inventory in service this directory slot is; "" for another slot."""
         names = (n.node_id for n in self.nodes if n.attachment is not None and n.attachment.slot == slot)
         return next(names, "")
+
+    def slots_of(self, node_ids: Collection[str]) -> frozenset[int]:
+        """Directory slots of those of the nodes that readers may be sent to."""
+        if not node_ids:
+            return frozenset()
+        return frozenset(slot for slot, facts in self.slot_facts.items() if facts.node_id in node_ids)
 
     def active(self) -> dict[int, Node]:
         """Nodes that may be read from and written to, by directory slot."""
@@ -164,6 +174,20 @@ class Membership:
             node.pulse.link_lost_at = now
             self.quotas.unlinked(node.node_id, now)
 
+    def close_all(self, reason: str, now: float) -> None:
+        """Every node is to attach again, and is told nothing until it has."""
+        for node in self.nodes:
+            if node.linked and node.attachment is not None:
+                self._emit(m.CloseSession(node.attachment.session, reason))
+                self.link_lost(m.LinkLost(node.attachment.session), now)
+
+    def forget(self, node: Node, now: float) -> None:
+        """What is known of an attached node's inventory may be wrong: it answers no more until a snapshot is here."""
+        assert node.attachment is not None
+        node.attachment.release(self._directory)
+        self._judge(node, now)
+        self._reroute()
+
     def _leave(self, node: Node, now: float, reason: str) -> None:
         """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""
         assert node.attachment is not None
@@ -183,6 +207,7 @@ class Membership:
         if node is not None:
             self._standing.told(event.usage.leader_epoch)
             node.usage, node.placed_bytes = event.usage, 0
+            node.traffic.reported(event.usage.bytes_out, now)
             self.quotas.reported(node.node_id, event.session, event.usage, now)
             self._judge(node, now)
 
@@ -207,6 +232,9 @@ class Membership:
             if pause > PAUSE_S:
                 node.pulse.forgive(now, pause)
             self._judge(node, now)
+        if now - self._weighed_at >= WEIGH_S:
+            self._weighed_at = now
+            self._directory.weigh(weights_of({slot: node.traffic.rate(now) for slot, node in self.active().items()}))
 
     def _judge(self, node: Node, now: float) -> None:
         assert node.pulse is not None

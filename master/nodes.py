@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstrata.master.attachment import Attachment
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.messages import NodeFacts, NodeUsage, SaveNode
 from kvstrata.master.placement import Candidate, ramp_at
 from kvstrata.master.tenants.tenancy import Room
+from kvstrata.master.traffic import Traffic
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +30,7 @@ class Node:
     facts: NodeFacts | None = None
     active_since: float | None = None
     placed_bytes: int = 0  #: sent there since its last report
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def serving(self) -> bool:

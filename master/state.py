@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -238,9 +238,10 @@ class MasterState:
         self.quotas.step(now)
         return self._take_out()
 
-    def grants_saved(self, serial: int, now: float) -> list[m.Command]:
-        """Grants up to ``serial`` are in the store: what waited for that may go out."""
-        self.quotas.durable(serial, now)
+    def grants_saved(self, quotas: Quotas, serial: int, now: float) -> list[m.Command]:
+        """Grants of ``quotas`` up to ``serial`` are in the store: what waited for that may go out."""
+        if quotas is self.quotas:
+            quotas.durable(serial, now)
         return self._take_out()
 
     # ------------------------------------------------------------------ inventory
@@ -352,15 +353,17 @@ class MasterState:
         boot_id: str,
         now: float,
         epoch: int | None = None,
+        avoid: Collection[str] = (),
     ) -> LookedUp:
         """Where blocks are. Pins nothing, renews nothing.
 
         ``group`` is a group's number, ``epoch`` the weight epoch of the asker's handle: of another epoch than
-        the current one nothing is found.
+        the current one nothing is found. Nodes in ``avoid`` are named only for blocks that no other has.
         """
         if self._past(group, epoch):
             return nothing_found(len(keys), MissReason.EPOCH)
-        found = self.directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id)
+        shunned = self.membership.slots_of(avoid)
+        found = self.directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id, shunned)
         if found.present.all():
             return LookedUp(found, False, np.zeros(0, dtype=np.uint8))
         if found.hit_blocks < len(keys) and self.recovering(now):
@@ -403,8 +406,9 @@ class MasterState:
         boot_id: str,
         now: float,
         epoch: int | None = None,
+        avoid: Collection[str] = (),
     ) -> Placed:
-        """Where to store blocks: there already, in flight, or a node.
+        """Where to store blocks: there already, in flight, or a node; one in ``avoid`` when there is no other.
 
         Raises :class:`FingerprintMismatch` for a handle of another weight epoch than the current one.
         """
@@ -414,7 +418,8 @@ class MasterState:
                 f"group {namespace.group!r} is at weight epoch {current}, and this handle is of another: "
                 "open the namespace again"
             )
-        present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id).codes
+        shunned = self.membership.slots_of(avoid)
+        present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id, shunned).codes
         active = self.membership.active()
         if self.leading:
             self.quotas.seen(salt, namespace.block_bytes, now)
@@ -422,6 +427,8 @@ class MasterState:
         candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values()]
         if any(candidate.capacity for candidate in candidates):
             candidates = [candidate for candidate in candidates if candidate.capacity]
+        if shunned and any(candidate.slot not in shunned for candidate in candidates):
+            candidates = [candidate for candidate in candidates if candidate.slot not in shunned]
         scope = self._scope(TableKey(group, namespace.shard, salt))
         placed = self.placement.place(keys, scope, present, candidates, boot_id, now)
         codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
@@ -489,6 +496,13 @@ class MasterState:
             assert node.attachment is not None
             self._emit(m.SendRemove(node.attachment.session, stone.command, namespace, salt, hashes))
         return Removal(stone.command, removed, frozenset(node.node_id for node in linked)), self._take_out()
+
+    def remove_from(self, node_id: str, stone: m.SaveTombstone) -> None:
+        """A node has yet to remove blocks: they are not found there any more."""
+        node = self.nodes.get(node_id)
+        if node is not None and node.attachment is not None and node.attachment.slot is not None:
+            table, keys = self._where(stone.namespace, stone.salt, stone.hashes)
+            self.directory.remove_slot_blocks(node.attachment.slot, table, keys)
 
     def bump(self, group: str, now: float) -> tuple[Cleared, list[m.Command]]:
         """Begin the next weight epoch of a group: see :meth:`Clearing.bump`."""

@@ -166,6 +166,7 @@ class NodeReport:
             tiers = self._state.tiers()
             used = [dict(inventory.policy.charges) for inventory in tiers]
             wanted = [inventory.take_wanted() for inventory in tiers]
+            moved_out, moved_in = self._state.counts.bytes_out, self._state.counts.bytes_in
         dram, ssd = used[0], used[1] if len(used) > 1 else {}
         self._wanted.add(wanted[0], wanted[1] if len(wanted) > 1 else {})
         tenants = self._wanted.report(dram, ssd, told)
@@ -192,6 +193,8 @@ class NodeReport:
             loop_age_seconds=self.loops.ages_s(),
             leases=totals.leases,
             reservations=totals.reservations,
+            bytes_out=moved_out,
+            bytes_in=moved_in,
         )
 
 

@@ -74,6 +74,8 @@ class ReadHandlers:
                 key, message.ns, message.salt, message.hashes, seconds, self._clock(), message.epoch
             )
             tiers = self._tiers(read, message.hashes, got) if read is not None else bytes(len(got.blocks))
+            if got.blocks and not inline:  # the reader copies them itself
+                self._state.counts.bytes_out += len(got.blocks) * got.blocks[0].shelf.entry.block_bytes
         return self._with_bytes(got, tiers) if inline else _with_slots(got, tiers, seconds)
 
     # ------------------------------------------------------------------ from SSD
