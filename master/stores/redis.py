@@ -272,6 +272,10 @@ class RedisStore:
     def _error(self, error: Exception) -> KVError:
         known = self._library.exceptions
         text = str(error) or type(error).__name__
+        if isinstance(error, known.ReadOnlyError):  # whoever writes is elsewhere by now: look again
+            self._client.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(error, self._library.sentinel.MasterNotFoundError):
+            text = f"no Sentinel that answers knows a living {self._address.service}: start it, or correct --state"
         for secret in self._address.secrets():
             text = text.replace(secret, "***")
         opening = not hasattr(self, "_cluster_id")

@@ -29,7 +29,7 @@ from kvstrata.master.messages import (
     TenantPolicy,
 )
 from kvstrata.master.state import Saved
-from kvstrata.master.stores.base import LeaderRecord
+from kvstrata.master.stores.base import Deposed, LeaderRecord
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 
@@ -235,9 +235,14 @@ class SqliteStore:
 
     def save(self, writes: Iterable[Save], epoch: int = 0) -> None:
         with self._lock:
-            self._in_transaction(lambda: self._write_all(writes))
+            self._in_transaction(lambda: self._write_all(writes, epoch))
 
-    def _write_all(self, writes: Iterable[Save]) -> None:
+    def _write_all(self, writes: Iterable[Save], epoch: int) -> None:
+        known = self._number("leader_epoch")
+        if 0 < epoch < known:
+            raise Deposed(f"state store {self._where} has had a leader of epoch {known}: this one is deposed")
+        if epoch > known:
+            self._connection.execute(_SET_FACT, ("leader_epoch", str(epoch)))
         for write in writes:
             self._write(write)
         self._connection.execute(_SET_FACT, ("revision", str(self._number("revision") + 1)))

@@ -74,7 +74,7 @@ def test_what_is_saved_is_loaded_after_a_restart(tmp_path: Path) -> None:
     again = SqliteStore(path)
     assert again.cluster_id() == cluster
     group = SaveGroup(Namespace(NS.group, 4096, 16, 32, 0, 4), 3)
-    assert again.load() == Saved((SaveNode("n1", 5, 6, True),), (group,), (stone,), last_command=9)
+    assert again.load() == Saved((SaveNode("n1", 5, 6, True),), (group,), (stone,), last_command=9, revision=2)
     again.save([SaveTombstone(7, NS, "salt\0é", bytes(64), ())])
     assert again.load().tombstones == () and again.load().last_command == 9
     again.close()
@@ -194,10 +194,10 @@ class RefusingStore(SqliteStore):
 
     refuses = False
 
-    def save(self, writes: object) -> None:
+    def save(self, writes: Iterable[Save], epoch: int = 0) -> None:
         if self.refuses:
             raise Unavailable("no")
-        super().save(writes)  # type: ignore[arg-type]
+        super().save(writes, epoch)
 
 
 NODES = st.builds(SaveNode, st.sampled_from(["a", "b", "c"]), st.integers(0, 9), st.integers(0, 9), st.booleans())
@@ -229,8 +229,8 @@ def test_a_row_that_changes_while_it_is_written_is_written_again() -> None:
     newer = SaveNode("n1", 2, 2, gone=True)
 
     class SlowStore(SqliteStore):
-        def save(self, writes: Iterable[Save]) -> None:
-            super().save(writes)
+        def save(self, writes: Iterable[Save], epoch: int = 0) -> None:
+            super().save(writes, epoch)
             if journal_of:
                 journal_of.pop().add([newer])
 
