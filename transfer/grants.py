@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ProtocolError
 from kvstrata.proto.status import SLOT_ROW, BlockStatus
+from kvstrata.transfer.replies import elements, statuses
 from kvstrata.transfer.slabs import Slab
 
 _LOADED = int(BlockStatus.LOADED)
@@ -36,16 +37,14 @@ class Granted:
     )  # fmt: skip
 
     def __init__(self, reply: pb.AcquireOk, sent: float, asked: int) -> None:
-        self.status = np.frombuffer(bytearray(reply.status), np.uint8)
-        if len(self.status) != asked:
-            raise ProtocolError(f"the node answered {len(self.status)} statuses for {asked} blocks")
+        self.status = statuses(reply.status, asked, BlockStatus.MISSING)
         self.positions = np.flatnonzero(self.status == _LOADED)
         self.count = len(self.positions)
         self.tier = np.frombuffer(reply.tier, np.uint8)
-        rows = np.frombuffer(reply.rows, ROW)
+        rows = elements(reply.rows, ROW)
         self.slab, self.slot = rows["slab"], rows["slot"]
         self.offset, self.generation = rows["offset"], rows["generation"]
-        self.checksum = rows["checksum"] if reply.rows else np.frombuffer(reply.checksum, np.uint64)
+        self.checksum = rows["checksum"] if reply.rows else elements(reply.checksum, np.uint64)
         self.lease = reply.lease
         self.lease_s = reply.lease_ms / 1e3
         self.expires = sent + self.lease_s - LEASE_MARGIN_S
@@ -53,7 +52,10 @@ class Granted:
         if len(self.checksum) != self.count or len(self.tier) != self.count:
             raise ProtocolError(f"the node granted {self.count} blocks and described {len(self.checksum)}")
 
-    def addresses(self, slabs: Mapping[int, Slab]) -> npt.NDArray[np.int64]:
-        """Where each granted block lies in this process, i64[count]."""
+    def addresses(self, slabs: Mapping[int, Slab], block_bytes: int) -> npt.NDArray[np.int64]:
+        """Where each granted block lies in this process, i64[count]; raises :class:`ProtocolError` if one does not."""
+        for index in np.unique(self.slab).tolist():
+            here = self.slab == index
+            slabs[index].check(int(self.slot[here].max()), int(self.offset[here].max()), block_bytes)
         base = np.array([slabs[index].address for index in self.slab.tolist()], np.int64)
         return base + self.offset.astype(np.int64)

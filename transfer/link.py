@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, ProtocolError, Refused, Unavailable
+from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
@@ -21,6 +21,7 @@ from kvstrata.transfer.channel import Channel
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Disconnected, Late
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.replies import statuses
 
 #: Leases handed back in one message.
 RELEASES_MAX: Final = 4096
@@ -74,10 +75,7 @@ class NodeLink:
             epoch=blocks.epoch,
         ).SerializeToString()
         reply = expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, blocks.deadline), Kind.ACQUIRE_OK)
-        asked = len(blocks.hashes) // blocks.namespace.hash_bytes
-        if len(reply.status) != asked:
-            raise ProtocolError(f"the node answered {len(reply.status)} statuses for {asked} blocks")
-        return np.frombuffer(reply.status, np.uint8)
+        return statuses(reply.status, len(blocks.hashes) // blocks.namespace.hash_bytes, BlockStatus.MISSING)
 
     def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
         """See :meth:`Peer.hint`."""

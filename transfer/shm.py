@@ -30,6 +30,7 @@ from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.regions import BlockView, Region
+from kvstrata.transfer.replies import flags, statuses
 from kvstrata.transfer.slabs import SlabMap
 from kvstrata.transfer.stage import Stage
 from kvstrata.transfer.views import ShmLease
@@ -116,6 +117,7 @@ class ShmPeer:
             index, slot, offset, generation, checksum = SLOT_ROW.unpack(reply.rows)
             try:
                 slab = self.slabs.get(index)
+                slab.check(slot, offset, blocks.block_bytes)
                 start = blocks.table.item(0, 0, 0)
                 copy_one(start + blocks.region.address, slab.address + offset, blocks.block_bytes)
                 verdict = BlockStatus.LOADED
@@ -159,7 +161,7 @@ class ShmPeer:
         blocks = request.blocks if whole else request.blocks[granted.positions]
         try:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
-            copy_into(blocks, granted.addresses(slabs))
+            copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
             if self.tamper is not None:
                 for index in range(len(blocks)):
                     self.tamper(blocks, index)
@@ -189,6 +191,7 @@ class ShmPeer:
         arrays: list[npt.NDArray[np.uint8] | None] = [None] * len(granted.status)
         if granted.count:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
+            granted.addresses(slabs, namespace.block_bytes)  # all of them are in their slabs
             rows = zip(granted.positions.tolist(), granted.slab.tolist(), granted.offset.tolist(), strict=True)
             for position, slab, offset in rows:
                 arrays[position] = slabs[slab].bytes[offset : offset + namespace.block_bytes]
@@ -242,18 +245,16 @@ class ShmPeer:
         meanwhile = None if at_once else lambda: hashed.append(checksums(blocks))
         frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
         reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
-        status[:] = np.frombuffer(reply.status, np.uint8)
-        if reply.durable:
-            durable[:] = np.frombuffer(reply.durable, np.uint8) != 0
+        status[:] = statuses(reply.status, len(status), BlockStatus.REFUSED)
+        durable[:] = flags(reply.durable, len(status))
         granted = np.flatnonzero(status == _RESERVED)
         if not len(granted):
             return
         commit = pb.Commit(reservation=reply.reservation, checksums=hashed[-1][granted].tobytes())
         frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
         done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
-        status[granted] = np.frombuffer(done.status, np.uint8)
-        if done.durable:
-            durable[granted] = np.frombuffer(done.durable, np.uint8) != 0
+        status[granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
+        durable[granted] = flags(done.durable, len(granted))
 
     def method(self, region: Region) -> str:
         """How the node reads a region: asked once a region, "" means staging."""

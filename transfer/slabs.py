@@ -17,6 +17,7 @@ from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.frames import FDS_MAX, Disconnected
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
+from kvstrata.transfer.replies import elements
 
 MAP_S: Final = 2.0
 
@@ -27,10 +28,18 @@ class Slab:
     __slots__ = ("address", "bytes", "generations")
 
     def __init__(self, fd: int, length: int, slots: int) -> None:
-        mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        try:
+            mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ProtocolError(f"a slab of {length} bytes that cannot be mapped: {error}") from error
         self.bytes = np.frombuffer(mapping, np.uint8)
         self.address = self.bytes.ctypes.data
-        self.generations = memoryview(mapping)[: 8 * slots].cast("Q")
+        self.generations = memoryview(mapping)[: 8 * min(slots, length // 8)].cast("Q")
+
+    def check(self, slot: int, offset: int, nbytes: int) -> None:
+        """Raises :class:`ProtocolError` for what is not inside: reading it would end this process."""
+        if slot >= len(self.generations) or offset + nbytes > len(self.bytes):
+            raise ProtocolError(f"the node named slot {slot} at {offset}: outside its slab of {len(self.bytes)} bytes")
 
 
 class SlabMap:
@@ -90,9 +99,9 @@ class SlabMap:
         fds = connection.stream.take_fds()
         try:
             reply = expect(pb.MapSlabsOk, frame, Kind.MAP_SLABS_OK)
-            got = np.frombuffer(reply.slabs, np.uint32).tolist()
-            length = np.frombuffer(reply.length, np.uint64).tolist()
-            slots = np.frombuffer(reply.slots, np.uint32).tolist()
+            got = elements(reply.slabs, np.uint32).tolist()
+            length = elements(reply.length, np.uint64).tolist()
+            slots = elements(reply.slots, np.uint32).tolist()
             if not len(got) == len(fds) == len(length) == len(slots) or set(got) != set(indexes):
                 raise ProtocolError(f"asked for slabs {indexes}, got {got} with {len(fds)} descriptors")
             for index, fd, nbytes, count in zip(got, fds, length, slots, strict=True):

@@ -28,6 +28,7 @@ from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.regions import BlockView, Region
+from kvstrata.transfer.replies import flags, statuses
 
 #: One part of a batch: large enough to stream, small enough to overlap with its neighbours.
 PART_BYTES: Final = 16 << 20
@@ -168,10 +169,9 @@ class TcpPeer:
         )
         frame = link.channel.call(Kind.RESERVE, link.reserve(part).SerializeToString(), request.deadline)
         reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
-        got = np.frombuffer(reply.status, np.uint8)
+        got = statuses(reply.status, high - low, BlockStatus.REFUSED)
         status[low:high] = got
-        if reply.durable:
-            durable[low:high] = np.frombuffer(reply.durable, np.uint8) != 0
+        durable[low:high] = flags(reply.durable, high - low)
         granted = np.flatnonzero(got == _RESERVED)
         if not len(granted):
             return 0
@@ -180,9 +180,8 @@ class TcpPeer:
         raw = _views(blocks)
         with link.channel.exchange(Kind.WRITE, message.SerializeToString(), request.deadline, raw) as (_, answer):
             done = expect(pb.CommitOk, answer, Kind.COMMIT_OK)
-            status[low:high][granted] = np.frombuffer(done.status, np.uint8)
-            if done.durable:
-                durable[low:high][granted] = np.frombuffer(done.durable, np.uint8) != 0
+            status[low:high][granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
+            durable[low:high][granted] = flags(done.durable, len(granted))
         return 0
 
     # ------------------------------------------------------------------ parts
