@@ -6,11 +6,11 @@ Every thread of the master comes through here: channel connections, sync streams
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import numpy as np
@@ -21,14 +21,17 @@ from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
 from kvstrata.master.journal import Journal
+from kvstrata.master.leadership import succession
+from kvstrata.master.leadership.standing import EPOCH_MAX, Standing
 from kvstrata.master.metrics import Metrics
 from kvstrata.master.namespaces import Opened
+from kvstrata.master.outbox import NOBODY, Outbox, Stamp
 from kvstrata.master.placement import Placed
 from kvstrata.master.reuse.lookup_log import Call, LookupLog
 from kvstrata.master.reuse.what_if import WhatIf
-from kvstrata.master.state import MasterState
-from kvstrata.master.stores.base import StateStore
-from kvstrata.proto.errors import InvalidArgument, Unavailable
+from kvstrata.master.state import MasterState, Saved
+from kvstrata.master.stores.base import LeaderRecord, StateStore
+from kvstrata.proto.errors import InvalidArgument, NotLeader, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loop, Loops
@@ -44,44 +47,9 @@ STALLED_DISK_S: Final = 10.0
 #: Steps of sharing limits out that one tick makes at most, and the pause after each.
 BALANCE_STEPS: Final = 10
 BALANCE_BREATH_S: Final = 0.001
-OUTBOX_MAX: Final = 20_000
-#: A node that has this much to read yet is spared hints.
-HINTS_BEHIND_MAX: Final = 256
 REMOVE_DEADLINE_MAX_S: Final = 10.0
 #: How often a removal that waits for its nodes looks again, should a wake-up be missed.
 REMOVE_POLL_S: Final = 0.05
-
-
-class Outbox:
-    """Commands on their way to one node. ``closed`` holds the reason once the session is over."""
-
-    def __init__(self) -> None:
-        self._queue: deque[m.Send] = deque()
-        self._changed = threading.Condition()
-        self.closed: str | None = None
-
-    def put(self, command: m.Send) -> None:
-        with self._changed:
-            if isinstance(command, m.SendHint | m.SendSurplus) and len(self._queue) >= HINTS_BEHIND_MAX:
-                return
-            if self.closed is None and len(self._queue) >= OUTBOX_MAX:
-                self.closed = "the node does not read what it is sent"
-            if isinstance(command, m.SendAck) and self._queue and isinstance(self._queue[-1], m.SendAck):
-                self._queue.pop()  # the newer acknowledgement says it all
-            self._queue.append(command)
-            self._changed.notify()
-
-    def close(self, reason: str) -> None:
-        with self._changed:
-            self.closed = self.closed or reason
-            self._changed.notify()
-
-    def get(self, timeout_s: float) -> m.Send | None:
-        """The next command; None after ``timeout_s`` without one, or when closed and empty."""
-        with self._changed:
-            if not self._queue and self.closed is None:
-                self._changed.wait(timeout_s)
-            return self._queue.popleft() if self._queue else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +70,25 @@ class Hub:
     ) -> None:
         self.started_at = clock()
         self.cluster_id = store.cluster_id()
+        self.master_id = secrets.token_hex(8)  #: new at each start
         self.journal = Journal(store)
+        #: Where the master is that leads instead of this one; "" when none is known to.
+        self.leader: Callable[[], str] = lambda: ""
+        #: Why a store that masters share does not answer; "" when it does.
+        self.store_problem: Callable[[], str] = lambda: ""
+        #: Some node obeys a later leader.
+        self.deposed: Callable[[], None] = lambda: None
         self.metrics = Metrics()
         self._clock = clock
         self._lock = threading.Lock()
         self._confirmed = threading.Condition(self._lock)
-        self._state = MasterState(clock(), rng, store.load(), grace_s)
+        self._store = store
+        saved = store.load()
+        standing = Standing(leading=False, master_id=self.master_id, heard=saved.leader_epoch)
+        if not store.shared:
+            standing.lead(self._sole_epoch(saved.leader_epoch))
+        self._stamp = Stamp(standing.epoch, self.master_id) if standing.leading else NOBODY
+        self._state = MasterState(clock(), rng, saved, grace_s, standing)
         self.lookup_log = LookupLog(WhatIf(random.Random(rng.getrandbits(64))))
         self._outboxes: dict[int, Outbox] = {}
         self._writer: Loop | None = None
@@ -132,10 +113,12 @@ class Hub:
 
     def _write_out(self) -> None:
         with self._lock:
-            serial = self._state.quotas.saved_serial
+            quotas = self._state.quotas
+            serial = quotas.saved_serial
         if self.journal.flush():
             with self._lock:
-                commands = self._state.grants_saved(serial, self._clock())
+                ours = quotas is self._state.quotas  # else this master has ceased to lead meanwhile
+                commands = self._state.grants_saved(serial, self._clock()) if ours else []
                 self._deliver(commands)
             self._settle(commands)
 
@@ -151,7 +134,10 @@ class Hub:
             self._deliver(commands)
             if isinstance(event, m.CommandDone):
                 self._confirmed.notify_all()
+            deposed = self._state.standing.deposed
         self._settle(commands)
+        if deposed:
+            self.deposed()
 
     def attach(self, event: m.Attach) -> tuple[int, Outbox]:
         """Begin a session: its id, and where its commands will appear.
@@ -159,13 +145,18 @@ class Hub:
         Raises :class:`Unavailable` when the state will not have it.
         """
         outbox = Outbox()
+        if not self._store.shared:
+            self._outdo(event)
         with self._lock:
             commands = self._state.handle(event, self._clock())
+            deposed = self._state.standing.deposed
             session = next((c.session for c in commands if isinstance(c, m.SendAttached)), None)
             if session is not None:
                 self._outboxes[session] = outbox
             self._deliver(commands)
         self._settle(commands)
+        if deposed:
+            self.deposed()
         if session is None:
             refusal = next((c.reason for c in commands if isinstance(c, m.CloseSession)), "refused")
             raise Unavailable(f"node {event.facts.node_id} cannot attach: {refusal}")
@@ -196,7 +187,7 @@ class Hub:
             elif isinstance(command, m.Send):
                 outbox = self._outboxes.get(command.session)
                 if outbox is not None:
-                    outbox.put(command)
+                    outbox.put(command, self._stamp)
 
     def _settle(self, commands: Iterable[m.Command]) -> None:
         """Have writes made, and log, outside the lock."""
@@ -247,6 +238,7 @@ class Hub:
             now = self._clock()
             group = opened.group.number
             answer = self._state.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
+            self._state.asked(opened, salt, hashes)
             if request:
                 self._state.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
@@ -264,11 +256,13 @@ class Hub:
         epoch: int | None = None,
         avoid: Collection[str] = (),
     ) -> tuple[Placed, dict[int, m.NodeFacts]]:
-        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`."""
+        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`,
+        and :class:`NotLeader` when another master leads: its placement is the better one."""
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             now = self._clock()
+            self._require_leader(or_none=True)
             placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch, avoid)
             commands = self._state.taken()
             self._deliver(commands)
@@ -299,18 +293,26 @@ class Hub:
         check_salt(salt)
         _whole(hashes, opened.namespace.hash_bytes)
         deadline = time.monotonic() + min(deadline_s, REMOVE_DEADLINE_MAX_S)
-        removal = self.order(lambda state, now: state.remove(opened.namespace, salt, hashes, now))
+        removal = self.order(lambda state, now: state.remove(opened.namespace, salt, hashes, now), durable=False)
         unreached = self.confirmations(removal.command, removal.awaited, deadline)
-        if unreached and not self.journal.flush():
-            problem = self.journal.problem() or "the state store is slow"
+        if unreached and not self.durable():
+            problem = self.why_not_durable()
             raise Unavailable(f"removed, but {', '.join(unreached)} may not learn of it after a restart: {problem}")
         return Removed(removal.removed, unreached)
 
     # ------------------------------------------------------------------ orders to nodes
 
-    def order(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]]) -> T:
-        """Change the state under the lock, and carry out what follows."""
+    def order(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]], *, durable: bool = True) -> T:
+        """Change the state under the lock, and carry out what follows.
+
+        Raises :class:`NotLeader` when this master does not lead, and :class:`Unavailable` for a change that is worth
+        nothing unless ``durable``, while a store that masters share does not answer.
+        """
         with self._lock:
+            self._require_leader()
+            problem = self.store_problem() if durable else ""
+            if problem:
+                raise Unavailable(f"nothing was changed, because it could not be kept: {problem}; try again later")
             result, commands = change(self._state, self._clock())
             self._deliver(commands)
         self._settle(commands)
@@ -321,9 +323,12 @@ class Hub:
 
         A node is waited for while it is attached: one that falls silent leaves after ``OFFLINE_S``, nobody is
         sent there any more, and before it serves again it attaches and is told. ``deadline`` is monotonic time.
+        Raises :class:`NotLeader` when this master is deposed meanwhile: what became of it the next leader knows.
         """
         with self._lock:
             while True:
+                if not self._state.ordered(command):
+                    raise NotLeader(f"deposed before all nodes had confirmed; {self._who_leads()}")
                 unreached = self._state.unconfirmed(command)
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._state.attached(awaited.intersection(unreached)):
@@ -335,6 +340,94 @@ class Hub:
         self.handle(event)
         with self._lock:
             return self._state.knows(event.node_id, event.incarnation)
+
+    def durable(self) -> bool:
+        """Have what was ordered written; False when it may not outlive this master."""
+        if not self.journal.flush():
+            return False
+        with self._lock:
+            return self._state.leading
+
+    def why_not_durable(self) -> str:
+        """For :meth:`durable`."""
+        with self._lock:
+            if not self._state.leading:
+                return self._who_leads()
+        return self.journal.problem() or "the state store is slow"
+
+    # ------------------------------------------------------------------ leading
+
+    def require_leader(self) -> None:
+        """Raises :class:`NotLeader` when this master does not lead."""
+        with self._lock:
+            self._require_leader()
+
+    def _require_leader(self, *, or_none: bool = False) -> None:
+        if not self._state.leading and not (or_none and not self.leader()):
+            raise NotLeader(self._who_leads())
+
+    def _who_leads(self) -> str:
+        leader = self.leader()
+        return "this master does not lead: " + (f"the leader is {leader}" if leader else "there is none now")
+
+    def standing(self) -> Standing:
+        """A copy: whether this master leads, and what it has heard."""
+        with self._lock:
+            return replace(self._state.standing)
+
+    def lead(self, saved: Saved, epoch: int) -> None:
+        """Begin to lead by what the store has, in an epoch that it gave."""
+        self._succeed(lambda state, now: succession.take_over(state, saved, epoch, now), Stamp(epoch, self.master_id))
+
+    def lead_on(self, epoch: int) -> None:
+        """Go on leading in a greater epoch."""
+        self._succeed(lambda state, now: succession.go_on(state, epoch), Stamp(epoch, self.master_id))
+
+    def step_down(self, reason: str) -> None:
+        """Another master leads, or may: what waits to be written is not this one's to write."""
+        self._succeed(lambda state, now: succession.step_down(state, reason, now), NOBODY)
+
+    def follow(self, saved: Saved, *, exact: bool = False) -> None:
+        """Take note of what the leader has saved; see :func:`succession.follow`."""
+        self._succeed(lambda state, now: succession.follow(state, saved, now, exact=exact), NOBODY)
+
+    def reconcile(self, saved: Saved) -> bool:
+        """Write again what a store that has only ``saved`` lacks; True once it is in."""
+        with self._lock:
+            commands = succession.reconcile(self._state, saved, self._clock())
+            self._deliver(commands)
+        self._settle(commands)
+        return self.durable()
+
+    def _succeed(self, change: Callable[[MasterState, float], list[m.Command]], stamp: Stamp) -> None:
+        with self._lock:
+            self._stamp = stamp
+            if self._store.shared:
+                self.journal.serve(stamp.epoch)
+            commands = change(self._state, self._clock())
+            self._deliver(commands)
+            self._confirmed.notify_all()
+        self._settle(commands)
+
+    def _sole_epoch(self, heard: int) -> int:
+        """The next epoch of a store that has one master."""
+        me = LeaderRecord(self.master_id, heard)
+        try:
+            self._store.resign(me)
+            return self._store.campaign(me, 0).epoch
+        except Unavailable as error:
+            log.warning("the leader's epoch is not kept", reason=str(error))
+            return heard + 1
+
+    def _outdo(self, event: m.Attach) -> None:
+        """The node has obeyed a master of which the store knows nothing: it was another file, or none."""
+        with self._lock:
+            standing = self._state.standing
+            ours = event.leader_epoch == standing.epoch and event.leader_id in ("", standing.master_id)
+            heard = max(event.leader_epoch, standing.heard)
+        if event.leader_epoch < standing.epoch or ours or heard >= EPOCH_MAX:
+            return
+        self.lead_on(self._sole_epoch(heard))
 
     # ------------------------------------------------------------------ health
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Final
 
 from kvstrata.master import messages as m
@@ -187,6 +188,16 @@ class Membership:
         node.attachment.release(self._directory)
         self._judge(node, now)
         self._reroute()
+
+    def remove(self, node: Node, now: float) -> None:
+        """Off the roster: what it was granted is free, and if it is here, its stream ends."""
+        if node.attachment is not None:
+            self._leave(node, now, "an operator took it off the roster")
+        self._awaited.discard(node.node_id)
+        self.nodes.remove(node)
+        self.quotas.removed(node.node_id)
+        self._emit(replace(node.saved(), removed=True))
+        self._report("node removed", node_id=node.node_id)
 
     def _leave(self, node: Node, now: float, reason: str) -> None:
         """Its replicas leave the directory; whatever it says on its stream is ignored from now on."""

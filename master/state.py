@@ -40,6 +40,7 @@ from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Group, Namespaces, Opened
 from kvstrata.master.nodes import Node, Nodes
 from kvstrata.master.placement import Placed, Placement
+from kvstrata.master.replication.replication import Replication
 from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
@@ -107,6 +108,7 @@ class MasterState:
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
         self._rng = rng
+        self._first_command = 0
         self.quotas = self.new_quotas()
         self.membership = Membership(
             self.directory,
@@ -124,7 +126,19 @@ class MasterState:
         )
         self.membership.attached = self.clearing.attached
         self.membership.resumable = lambda node_id: not self.clearing.scopes.held(node_id)
+        self.replication = Replication(
+            self.directory,
+            self.namespaces,
+            self.membership,
+            self.standing,
+            self._scope,
+            self.tombstones.take_number,
+            self._start_over,
+            self._emit,
+            now,
+        )
         self.membership.restore(saved.nodes, now, grace_s)
+        self.replication.load(saved.replicas, saved.nodes)
         for group in saved.groups:
             self.namespaces.restore(group.namespace, group.epoch)
         if self.leading:
@@ -134,9 +148,9 @@ class MasterState:
             m.SnapshotPart: self._snapshot_part,
             m.DeltaBatch: self._delta,
             m.CommandDone: self._command_done,
-            m.CopyDone: self._pass_over,
-            m.Offer: self._pass_over,
-            m.Leaving: self._pass_over,
+            m.CopyDone: self._spoken(self.replication.copy_done),
+            m.Offer: self._spoken(self.replication.offered),
+            m.Leaving: self._spoken(self.replication.stopping),
             m.StatusReport: self.membership.status,
             m.Detach: self.membership.detach,
             m.LinkLost: self.membership.link_lost,
@@ -170,6 +184,7 @@ class MasterState:
         last = max([saved.last_command, *(scope.command for scope in saved.scopes)])
         # What an earlier leader could not save was numbered too, and nodes may confirm it yet.
         self.tombstones.start_after(max(last, self.standing.epoch << COMMAND_BITS))
+        self._first_command = self.tombstones.next_number
 
     def forget_orders(self) -> None:
         """Another master leads: what was ordered here is its business now."""
@@ -206,6 +221,7 @@ class MasterState:
     def _tick(self, event: m.Tick, now: float) -> None:
         self.membership.tick(event, now)
         self.directory.turn(now)
+        self.replication.turn(now)
         if not self.leading:
             return
         self.quotas.tick(now)
@@ -238,10 +254,9 @@ class MasterState:
         self.quotas.step(now)
         return self._take_out()
 
-    def grants_saved(self, quotas: Quotas, serial: int, now: float) -> list[m.Command]:
-        """Grants of ``quotas`` up to ``serial`` are in the store: what waited for that may go out."""
-        if quotas is self.quotas:
-            quotas.durable(serial, now)
+    def grants_saved(self, serial: int, now: float) -> list[m.Command]:
+        """Grants up to ``serial`` are in the store: what waited for that may go out."""
+        self.quotas.durable(serial, now)
         return self._take_out()
 
     # ------------------------------------------------------------------ inventory
@@ -259,6 +274,7 @@ class MasterState:
             outcome = node.attachment.delta(event, self.directory, locate)
             if outcome is Outcome.APPLIED:
                 self.orphans.left(event.changes)
+                self.replication.changed(event.changes, now)
             self._outcome(node, outcome, now)
 
     def _outcome(self, node: Node, outcome: Outcome, now: float) -> None:
@@ -297,6 +313,7 @@ class MasterState:
                 return None
             table, keys = self._where(part.namespace, part.salt, part.hashes)
             self._note_part(node, group, part, table, keys, now)
+            self.replication.held(node, part, table, keys)
             if _is_there(part):
                 # Else a block evicted soon after it was stored could not be stored again until the intent lapses.
                 self.placement.fulfilled(keys, self._scope(table))
@@ -377,6 +394,11 @@ class MasterState:
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
+    def asked(self, opened: Opened, salt: str, hashes: bytes) -> None:
+        """What a lookup was about: worth being copied first when a node is lost. O(1)."""
+        table = TableKey(opened.group.number, opened.namespace.shard, salt)
+        self.replication.asked(table, opened.namespace.hash_bytes, hashes)
+
     def note_lookup(self, request: str, opened: Opened, salt: str, keys: Keys, answer: LookedUp, now: float) -> None:
         """Remember a lookup by the name of the request that it was for."""
         name = request[:REQUEST_CHARACTERS_MAX]
@@ -424,7 +446,7 @@ class MasterState:
         if self.leading:
             self.quotas.seen(salt, namespace.block_bytes, now)
         rooms = self.quotas.rooms(salt)
-        candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values()]
+        candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values() if not node.leaving]
         if any(candidate.capacity for candidate in candidates):
             candidates = [candidate for candidate in candidates if candidate.capacity]
         if shunned and any(candidate.slot not in shunned for candidate in candidates):
@@ -521,6 +543,10 @@ class MasterState:
         """Nodes that have not confirmed a removal, a drop or a bump; empty when it is done."""
         return self.tombstones.unconfirmed(command) or self.clearing.scopes.unconfirmed(command)
 
+    def ordered(self, command: int) -> bool:
+        """Whether this master has given this command since it leads, and still leads."""
+        return self.leading and command >= self._first_command
+
     def _command_done(self, event: m.CommandDone, now: float) -> None:
         node = self.membership.speaker(event.session, now)
         if node is None:
@@ -537,8 +563,30 @@ class MasterState:
         if stone is not None:
             self._emit(stone.saved())
 
-    def _pass_over(self, event: m.CopyDone | m.Offer | m.Leaving, now: float) -> None:
-        self.membership.speaker(event.session, now)
+    def _spoken(self, hear: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
+        """What a node says counts while its session does."""
+
+        def heard(event: Any, now: float) -> None:
+            if self.membership.speaker(event.session, now) is not None:
+                hear(event, now)
+
+        return heard
+
+    def _start_over(self, node: Node, reason: str, now: float) -> None:
+        """Have a node say again what it has."""
+        if node.attachment is not None:
+            self._outcome(node, node.attachment.start_over(self.directory, reason), now)
+
+    def remove_node(self, node_id: str, force: bool, now: float) -> list[m.Command]:
+        """Take a node off the roster: see :meth:`Replication.remove`. Nothing waits for it any more."""
+        self.replication.remove(node_id, now, force=force)
+        for stone in self.tombstones.waiting_for(node_id):
+            if (confirmed := self.tombstones.confirm(stone.command, node_id)) is not None:
+                self._emit(confirmed.saved())
+        for scope in self.clearing.scopes.waiting_for(node_id):
+            if (done := self.clearing.scopes.confirm(scope.command, node_id)) is not None:
+                self._emit(done.saved())
+        return self._take_out()
 
     # ------------------------------------------------------------------ for people and tests
 
@@ -562,6 +610,7 @@ class MasterState:
         self.clearing.scopes.check()
         self.orphans.check()
         self.quotas.check()
+        self.replication.check()
         self.standing.check()
         assert not self._out
 

@@ -341,6 +341,11 @@ class Quotas:
         self._floors.give(tier, node_id, part, 0)
         return True
 
+    def removed(self, node_id: str) -> None:
+        """It is off the roster: its parts go to others."""
+        if node_id in self.nodes:
+            self._count_out(node_id)
+
     def _count_out(self, node_id: str) -> None:
         del self.nodes[node_id]
         self._mail.count_out(node_id)
@@ -435,16 +440,18 @@ class Quotas:
         if member is not None:
             member.placed[salt] = member.placed.get(salt, 0) + nbytes
 
-    def rooms(self, salt: str) -> dict[str, Room]:
-        """A salt's DRAM share of each node, and what it has left of it. Empty: it has no limit."""
-        ledger = (self._tenants.get(salt) or self._default).ledgers[Tier.DRAM]
+    def rooms(self, salt: str, tier: Tier = Tier.DRAM) -> dict[str, Room]:
+        """A salt's share of a tier of each node, and what it has left of it. Empty: it has no limit."""
+        ledger = (self._tenants.get(salt) or self._default).ledgers[tier]
         if not ledger.limited:
             return {}
         rooms = {}
         for node_id, part in ledger:
             member = self.nodes[node_id]
             usage = member.usage.get(salt)
-            used = (0 if usage is None else usage.dram_bytes) + member.placed.get(salt, 0)
+            used = 0 if usage is None else used_of(usage, tier)
+            if tier == Tier.DRAM:
+                used += member.placed.get(salt, 0)
             rooms[node_id] = Room(part.granted, max(0, part.granted - used))
         return rooms
 
@@ -474,6 +481,12 @@ class Quotas:
             if now - tenant.planned_at >= REBALANCE_S:
                 budget -= max(1, len(self.nodes))
                 self._plan(key, now)
+        self._mail.flush(now)
+
+    def save_all(self, now: float) -> None:
+        """Have what every node was granted saved again, some of it with each step."""
+        for node_id in self.nodes:
+            self._mail.save(node_id)
         self._mail.flush(now)
 
     def durable(self, serial: int, now: float) -> None:

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     settled: bool
 
 
-class Standing:
+class Replicas:
     """Over the directory and the nodes. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, directory: Directory, nodes: Nodes) -> None:

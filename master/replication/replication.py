@@ -1,0 +1,353 @@
+"""Replicas and drains, as the leader sees to them: what it hears goes in, orders to nodes come out.
+
+Work is done at ticks, some of it at a time, as lookups wait for the same lock. After a start, or when a node is lost
+or still says what it has, copies of what is already there are held back: most of what seems lost is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+
+from kvstrata.master import messages as m
+from kvstrata.master.directory.directory import Directory, TableKey
+from kvstrata.master.directory.probing import Keys
+from kvstrata.master.leadership.standing import Standing
+from kvstrata.master.liveness import OFFLINE_S, NodeState
+from kvstrata.master.membership import Membership
+from kvstrata.master.namespaces import Namespaces
+from kvstrata.master.nodes import Node
+from kvstrata.master.replication.copies import LANDING_S, Copies, Copy, TakeNumber
+from kvstrata.master.replication.drains import ATTEMPTS, Drain, Drains
+from kvstrata.master.replication.planner import Planner
+from kvstrata.master.replication.replicas import Replicas
+from kvstrata.master.replication.rules import Rules
+from kvstrata.master.replication.scan import NAMED_BYTES, SLOTS_A_STEP, Scan
+from kvstrata.master.replication.targets import Targets
+from kvstrata.master.replication.trims import Trims
+from kvstrata.master.replication.waiting import Piece, Recent, Waiting
+from kvstrata.proto.errors import InvalidArgument, Refused
+from kvstrata.proto.status import CopyReason
+
+#: Blocks looked at in one tick, by each of what is new, what was asked for lately and what a scan has found.
+LOOKED_AT: Final = 8192
+#: What has just been stored waits so long: its writer may be storing it elsewhere too.
+NEW_S: Final = 0.5
+RETRY_S: Final = 1.0
+#: A node that died may be back at once: what it had is copied so long after.
+REPAIR_AFTER_S: Final = 5.0
+#: Nodes that say what they have are waited for, for so long.
+JOINING_S: Final = 60.0
+#: Inventories are asked for (of hashes that the directory cannot name) at most this often.
+INVENTORY_S: Final = 30.0
+#: Hashes that a scan has found, of all lengths.
+COLD_MAX: Final = 1 << 19
+
+
+class Replication:
+    """Part of the master's state; gives commands to ``emit``. Does nothing while another master leads.
+
+    ``resync`` has a node say again what it has; ``scope`` tells apart equal hashes of different tables.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        namespaces: Namespaces,
+        membership: Membership,
+        standing: Standing,
+        scope: Callable[[TableKey], Keys],
+        take_number: TakeNumber,
+        resync: Callable[[Node, str, float], None],
+        emit: Callable[[m.Command], None],
+        now: float,
+    ) -> None:
+        self.rules = Rules(emit)
+        self.copies = Copies()
+        self.replicas = Replicas(directory, membership.nodes)
+        self.planner = Planner(directory, namespaces, self.replicas, self.copies, scope, take_number, emit)
+        self.drains = Drains(directory, self.replicas, self.copies, self.planner, self._table_of, take_number, emit)
+        self.trims = Trims(directory, self.replicas, self.copies, emit, lambda keys: np.zeros(len(keys), np.bool_))
+        self.scan = Scan(directory, namespaces, self.rules, self.replicas)
+        self.recent = Recent()
+        self._directory = directory
+        self._namespaces = namespaces
+        self._membership = membership
+        self._standing = standing
+        self._resync = resync
+        self._emit = emit
+        self._fresh = Waiting()
+        self._lost = Waiting()
+        self._cold = Waiting(COLD_MAX)
+        self._terms = standing.terms
+        self._began_at = now
+        self._repair_at: float | None = None
+        self._joining_since: float | None = None
+        self._asked_at = -INVENTORY_S
+        self._asked: str | None = None
+        self._stopping: dict[str, int] = {}
+
+    def load(self, saved_rules: Iterable[m.SaveReplicas], roster: Iterable[m.SaveNode]) -> None:
+        """What is durable, in place of what was known: rules, and which nodes are to leave."""
+        self.rules.load(saved_rules)
+        for row in roster:
+            node = self._membership.nodes.get(row.node_id)
+            if node is not None:
+                node.draining = row.draining
+
+    # ------------------------------------------------------------------ what operators ask
+
+    def set_rule(self, group: str, salt: str | None, count: int) -> None:
+        """See :meth:`Rules.set`. What there is follows, as there is room."""
+        if group:
+            self._namespaces.named(group)
+        self.rules.set(group, salt, count)
+        self.scan.again()
+
+    def drain(self, node_id: str, budget_s: float, now: float) -> Drain:
+        """A node is to be emptied, within ``budget_s`` (0: as long as it takes). Raises :class:`InvalidArgument`."""
+        node = self._node(node_id)
+        if not node.draining:
+            node.draining = True
+            self._emit(node.saved())
+        return self.drains.begin(node, budget_s, now)
+
+    def undrain(self, node_id: str) -> None:
+        """A node stays after all. Raises :class:`InvalidArgument`."""
+        node = self._node(node_id)
+        self._stopping.pop(node_id, None)
+        changed, node.draining, node.stopping = node.draining, False, False
+        if changed:
+            self._emit(node.saved())
+        self.drains.cancel(node)
+
+    def remove(self, node_id: str, now: float, *, force: bool = False) -> None:
+        """Take a node off the roster: nobody waits for it any more.
+
+        Raises :class:`InvalidArgument`, and :class:`Refused` for a node that is here, unless ``force``.
+        """
+        node = self._node(node_id)
+        if node.attachment is not None and not force:
+            drain = self.drains.of(node_id)
+            how = (
+                "stop its process"
+                if drain is not None and drain.ended_at is not None
+                else (f"`kvstrata node drain {node_id}` first, and stop its process")
+            )
+            raise Refused(f"node {node_id} is {node.state.value}: {how}, or --force to cut it off")
+        self.drains.forget(node_id)
+        self._stopping.pop(node_id, None)
+        self._membership.remove(node, now)
+
+    def _node(self, node_id: str) -> Node:
+        node = self._membership.nodes.get(node_id)
+        if node is None:
+            raise InvalidArgument(f"no node {node_id!r} is known: `kvstrata node list` shows them")
+        return node
+
+    # ------------------------------------------------------------------ what nodes and clients say
+
+    def changed(self, changes: Iterable[m.Change], now: float) -> None:
+        """Deltas of a node that the directory has taken in."""
+        if not (self._standing.leading and self.rules.any):
+            return
+        for change in changes:
+            if not change.added or self.rules.wanted(change.namespace.group, change.salt) < 2:
+                continue
+            group = self._namespaces.find(change.namespace)
+            if group is None or group.epoch != change.epoch or not change.hashes:
+                continue
+            table = TableKey(group.number, change.namespace.shard, change.salt)
+            rows = np.frombuffer(change.hashes, dtype=np.uint8).reshape(-1, group.hash_bytes)
+            self._fresh.put(Piece(table, rows, pressing=True, due=now + NEW_S))
+
+    def held(self, node: Node, part: m.Holding | m.Change, table: TableKey, keys: Keys) -> None:
+        """A part of an inventory that was asked for, so that it names what the directory cannot."""
+        if node.node_id != self._asked or not isinstance(part, m.Holding):
+            return
+        wanted = self.rules.wanted(part.namespace.group, part.salt)
+        ids = self._directory.living_ids(table, keys)
+        amiss = (self.replicas.short(ids, wanted) > 0) | (self.replicas.surplus(ids, wanted) > 0)
+        rows = np.frombuffer(part.hashes, dtype=np.uint8).reshape(-1, part.namespace.hash_bytes)[amiss]
+        if len(rows):
+            self._cold.put(Piece(table, rows, pressing=False))
+
+    def asked(self, table: TableKey, hash_bytes: int, hashes: bytes) -> None:
+        """A lookup, in short: only where blocks are to have several replicas."""
+        if not (self._standing.leading and self.rules.any):
+            return
+        group = self._namespaces.by_number(table.group)
+        if group is not None and self.rules.wanted(group.name, table.salt) > 1:
+            self.recent.asked(table, hash_bytes, hashes)
+
+    def copy_done(self, event: m.CopyDone, now: float) -> None:
+        done = self.copies.done(event, now)
+        if done is not None:
+            self._ended(*done, now)
+
+    def offered(self, event: m.Offer, now: float) -> None:
+        node = self._membership.nodes.of_session(event.session)
+        if node is not None:
+            self.drains.offered(node, event, now)
+
+    def stopping(self, event: m.Leaving, now: float) -> None:
+        """A node will stop, and asks to be drained first."""
+        node = self._membership.nodes.of_session(event.session)
+        if not self._standing.leading or node is None or node.attachment is None:
+            return
+        node.stopping = True
+        self._stopping[node.node_id] = node.attachment.facts.incarnation
+        self.drains.begin(node, event.budget_s, now)
+
+    def _table_of(self, holding: m.Holding) -> TableKey | None:
+        group = self._namespaces.find(holding.namespace)
+        if group is None or group.epoch != holding.epoch:
+            return None
+        return TableKey(group.number, holding.namespace.shard, holding.salt)
+
+    def _ended(self, copy: Copy, taken: np.ndarray[tuple[int], np.dtype[np.bool_]], now: float) -> None:
+        """A copy is over, well or not: the rest is tried again, and what wants a third replica is looked at again."""
+        if copy.drains:
+            self.drains.copied(copy, taken)
+            return
+        if copy.reason is not CopyReason.REPLICA:
+            return
+        left = copy.rows[~taken]
+        if len(left) and copy.attempts + 1 < ATTEMPTS:
+            self._fresh.put(Piece(copy.table, left, True, now + RETRY_S, copy.attempts + 1))
+        group = self._namespaces.by_number(copy.table.group)
+        if taken.any() and group is not None and self.rules.wanted(group.name, copy.table.salt) > 2:
+            self._fresh.put(Piece(copy.table, copy.rows[taken], True, now + LANDING_S + NEW_S))
+
+    # ------------------------------------------------------------------ time
+
+    def turn(self, now: float) -> None:
+        """A tick: order what is due, within bounds."""
+        if self._terms != self._standing.terms:
+            self._new_term(now)
+        if not self._standing.leading:
+            return
+        if self.replicas.refresh(now):
+            self._repair_at = now + REPAIR_AFTER_S
+            self.scan.again()
+        self._see_who_stops(now)
+        linked = {
+            node.node_id: node.attachment.session
+            for node in self._membership.nodes
+            if node.linked and node.attachment is not None
+        }
+        for copy in self.copies.turn(linked, now):
+            self._ended(copy, np.zeros(len(copy.rows), dtype=np.bool_), now)
+        self.trims.turn(now)
+        if not self._all_here(now):
+            return
+        targets = Targets(self.replicas.takers, self._membership.quotas, self.copies, now)
+        self.drains.turn(self._membership.nodes.get, targets, LOOKED_AT, now)
+        self._work_off(self._fresh, targets, now)
+        if not self._held_back(now):
+            self._mend(targets, now)
+
+    def _new_term(self, now: float) -> None:
+        """This master begins to lead, or ceases to: what was ordered is no concern of it any more."""
+        self._terms, self._began_at = self._standing.terms, now
+        self.copies.forget()
+        self.drains.clear()
+        for waiting in (self._fresh, self._lost, self._cold):
+            waiting.clear()
+        self.scan.again()
+        for node in self._membership.nodes:
+            node.stopping = False
+        self._stopping.clear()
+        self._repair_at = self._asked = None
+
+    def _see_who_stops(self, now: float) -> None:
+        """Who said that it would stop has stopped, or is another process; who is to be drained is told."""
+        for node_id, incarnation in list(self._stopping.items()):
+            if not self._membership.knows(node_id, incarnation):
+                del self._stopping[node_id]
+                self.drains.forget(node_id)
+                node = self._membership.nodes.get(node_id)
+                if node is not None:
+                    node.stopping = False
+        for node in self._membership.nodes:
+            if node.draining and node.serving and self.drains.of(node.node_id) is None:
+                self.drains.begin(node, 0.0, now)
+
+    def _all_here(self, now: float) -> bool:
+        """Whether every node of the roster is here, or has had the time to come."""
+        if now - self._began_at >= OFFLINE_S:
+            return not self._membership.recovering(now)
+        return all(node.serving or node.gone for node in self._membership.nodes)
+
+    def _held_back(self, now: float) -> bool:
+        """Whether copies of what is already there must wait."""
+        if any(node.state is NodeState.JOINING for node in self._membership.nodes):
+            if self._joining_since is None:
+                self._joining_since = now
+            if now - self._joining_since < JOINING_S:
+                return True
+        else:
+            self._joining_since = None
+        return self._repair_at is not None and now < self._repair_at
+
+    def _mend(self, targets: Targets, now: float) -> None:
+        """Replicas that were lost: what is asked for now first, then what a scan finds; and those too many."""
+        if self._repair_at is not None:
+            self._repair_at = None
+            for piece in self.recent.newest_first():
+                self._lost.put(piece)
+        self._work_off(self._lost, targets, now)
+        self._work_off(self._cold, targets, now)
+        if self._cold.room < SLOTS_A_STEP:
+            return
+        for amiss in self.scan.step(now):
+            if len(amiss.short):
+                self._cold.put(Piece(amiss.table, amiss.short, pressing=False))
+            if len(amiss.over):
+                self._let_go(Piece(amiss.table, amiss.over, pressing=False))
+        self._ask_for_names(now)
+
+    def _work_off(self, waiting: Waiting, targets: Targets, now: float) -> None:
+        budget = LOOKED_AT
+        while budget > 0 and (piece := waiting.take(budget, now)) is not None:
+            budget -= len(piece)
+            group = self._namespaces.by_number(piece.table.group)
+            if group is None:
+                continue
+            wanted = self.rules.wanted(group.name, piece.table.salt)
+            left = self.planner.replicate(piece, wanted, targets, now)
+            if len(left):
+                waiting.put(Piece(piece.table, left, piece.pressing, now + NEW_S, piece.attempts))
+            if waiting is self._cold:
+                self._let_go(piece)
+
+    def _let_go(self, piece: Piece) -> None:
+        found = self.planner.located(piece.table, piece.rows)
+        if found is not None:
+            group, rows, keys, scoped = found
+            wanted = self.rules.wanted(group.name, piece.table.salt)
+            self.trims.let_go(piece.table, group, rows, keys, scoped, wanted)
+
+    def _ask_for_names(self, now: float) -> None:
+        """Have a node list what it has, where hashes are longer than the directory keeps, and replicas are amiss."""
+        node = self.scan.unnamed
+        if node is None or not node.linked or len(self._cold) or len(self.copies) or now - self._asked_at < INVENTORY_S:
+            return
+        self._asked, self._asked_at, self.scan.unnamed = node.node_id, now, None
+        self._resync(node, f"hashes longer than {NAMED_BYTES} bytes are to be copied, or let go of", now)
+
+    def check(self) -> None:
+        """Assert every invariant of replication."""
+        self.rules.check()
+        self.copies.check()
+        self.replicas.check()
+        self.drains.check()
+        self.trims.check()
+        self.scan.check()
+        self.recent.check()
+        for waiting in (self._fresh, self._lost, self._cold):
+            waiting.check()
+        for node_id in self._stopping:
+            assert node_id
