@@ -16,6 +16,8 @@ from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
 from kvstrata.storage.arena import Arena
+from kvstrata.storage.copying.book import CopyBook
+from kvstrata.storage.copying.draining import Draining
 from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
 from kvstrata.storage.eviction.orders import LruOrder, Order
 from kvstrata.storage.eviction.policy import EvictionPolicy
@@ -128,6 +130,10 @@ class NodeState:
         self.leases = LeaseBook(self.inventory, self._sessions)
         self.reservations = ReservationBook(self.inventory, self._sessions)
         self.known = NamespaceBook()
+        #: Copies that masters have ordered; what is removed is not taken any more.
+        self.copies = CopyBook()
+        #: Whether this node is leaving, and takes no new blocks.
+        self.draining = Draining()
 
     def _ssd_tier(self, store: SsdStore | None, order: Callable[[], Order]) -> Inventory | None:
         """The same bookkeeping over the extents of the node's devices, with a policy of its own."""
@@ -177,6 +183,7 @@ class NodeState:
 
     def _retire(self, group: str, salt: str | None, why: Departure, now: float) -> int:
         count = 0
+        self.copies.retired(group, salt)
         for inventory in self.tiers():
             inventory.now = now
             for shelf in [shelf for shelf in inventory.shelves.values() if in_scope(shelf, group, salt)]:
@@ -233,7 +240,7 @@ class NodeState:
     # ------------------------------------------------------------------ writing
 
     def reserve(self, session: bytes, ask: WriteAsk, now: float) -> Reserved:
-        """Give slots to the blocks that are not here, in order, as far as there is room.
+        """Give slots to the blocks that are not here, in order, as far as there is room. A draining node refuses them.
 
         Blocks that are here, in either tier, become the most recent of it, with the call's one stamp, and so
         does the parent.
@@ -284,7 +291,7 @@ class NodeState:
         fresh, status = found.fresh, found.status
         if not fresh:
             return []
-        if not self.arena.slots_in_a_slab(shelf.entry.slot_bytes):
+        if self.draining.refuses or not self.arena.slots_in_a_slab(shelf.entry.slot_bytes):
             for position in fresh.values():
                 status[position] = _REFUSED
             self.counts.refused += len(fresh)
@@ -392,6 +399,27 @@ class NodeState:
         self.counts.orphaned += changed
         return changed
 
+    def let_go(self, namespace: Namespace, salt: str, hashes: bytes, epoch: int, now: float) -> int:
+        """Other nodes have these blocks, and as many replicas are not wanted: they leave, of both tiers.
+
+        What is being read goes with its last reader. Returns how many replicas that are, in each tier.
+        """
+        entry = self.known.find(namespace)
+        if entry is None or epoch != entry.epoch:
+            return 0
+        keys = dict.fromkeys(_split(hashes, entry.width))
+        gone = 0
+        for inventory in self.tiers():
+            inventory.now = now
+            shelf = inventory.shelves.get((entry.handle, salt))
+            blocks = [shelf.blocks[key] for key in keys if key in shelf.blocks] if shelf is not None else []
+            for block in blocks:
+                if block.state == VISIBLE:
+                    inventory.withdraw(block, "surplus", Departure.SURPLUS)
+                    gone += 1
+        self.copies.counts.surplus += gone
+        return gone
+
     # ------------------------------------------------------------------ ends
 
     def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> int:
@@ -399,11 +427,12 @@ class NodeState:
 
         Returns how many the node knew; one that is in both tiers counts once.
         """
+        width = namespace.hash_bytes
+        keys = {hashes[start : start + width] for start in range(0, len(hashes), width)}
+        self.copies.removed(namespace, salt, keys)
         entry = self.known.find(namespace)
         if entry is None:
             return 0
-        width = namespace.hash_bytes
-        keys = {hashes[start : start + width] for start in range(0, len(hashes), width)}
         gone: set[bytes] = set()
         for inventory in self.tiers():
             inventory.now = now
@@ -478,6 +507,8 @@ class NodeState:
     def check(self) -> None:
         """Assert every structural invariant. O(blocks)."""
         self.known.check()
+        self.copies.check()
+        self.draining.check()
         self.leases.check()
         self.reservations.check()
         for inventory in self.tiers():

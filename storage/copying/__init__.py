@@ -1,1 +1,1 @@
-"""Blocks from node to node: copies that a master orders, and what a node offers before it leaves."""
+"""Blocks between nodes: copies taken and given, what a leaving node offers, and when it may stop."""
