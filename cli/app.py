@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.cli import bench, block, daemons, dev_cluster, health, namespace, serve, tenant, traffic, why
+from kvstrata.cli import (
+    bench,
+    block,
+    daemons,
+    dev_cluster,
+    drain,
+    health,
+    namespace,
+    replicas,
+    serve,
+    tenant,
+    traffic,
+    why,
+)
 from kvstrata.cli.output import Exit
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
@@ -24,7 +37,10 @@ app.command()(daemons.storage)
 app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
+for command in (drain.drain, drain.undrain, drain.remove):
+    health.node.command()(command)
 app.add_typer(health.node, name="node")
+app.add_typer(replicas.replicas, name="replicas")
 app.add_typer(tenant.tenant, name="tenant")
 app.add_typer(namespace.namespace, name="namespace")
 app.add_typer(block.block, name="block")

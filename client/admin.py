@@ -73,6 +73,30 @@ class AdminClient:
         listed = self._call(control.NamespaceList, self._stub.ListNamespaces, pb.Empty())
         return list(listed.namespaces)
 
+    # ------------------------------------------------------------------ nodes that leave, and replicas
+
+    def drain_node(self, node_id: str, *, budget_s: float = 0.0, cancel: bool = False) -> control.NodeRow:
+        """Begin to empty a node, within ``budget_s`` (0: as long as it takes); ``cancel``: it stays after all.
+
+        Returns its row at once: :meth:`nodes` shows how far the drain is.
+        """
+        asked = control.NodeDrain(node_id=node_id, budget_ms=min(int(budget_s * 1e3), (1 << 32) - 1), cancel=cancel)
+        return self._call(control.NodeRow, self._stub.DrainNode, asked)
+
+    def remove_node(self, node_id: str, *, force: bool = False) -> control.NodeRow:
+        """Take a node off the roster. ``force``: although it is here."""
+        return self._call(control.NodeRow, self._stub.RemoveNode, control.NodeRemove(node_id=node_id, force=force))
+
+    def set_replicas(self, count: int, *, group: str = "", salt: str | None = None) -> control.ReplicasList:
+        """So many replicas for a tenant (``salt``), a namespace group, or by default; 0 takes the number away."""
+        return self._call(
+            control.ReplicasList, self._stub.SetReplicas, control.Replicas(group=group, salt=salt, count=count)
+        )
+
+    def list_replicas(self) -> control.ReplicasList:
+        """The numbers that are set, the default, and the replicas that are missing and too many."""
+        return self._call(control.ReplicasList, self._stub.ListReplicas, pb.Empty())
+
     # ------------------------------------------------------------------ tenants
 
     def list_tenants(self, salts: Sequence[str] = (), *, what_if: bool = False) -> control.TenantList:

@@ -12,8 +12,10 @@ import grpc
 
 from kvstrata.master import messages as m
 from kvstrata.master.content.calls import Content
-from kvstrata.master.converters import attach_of, events_of, message_of
-from kvstrata.master.hub import Hub, Outbox
+from kvstrata.master.converters import attach_of, events_of, message_of, stamped
+from kvstrata.master.hub import Hub
+from kvstrata.master.outbox import Outbox
+from kvstrata.master.replication.calls import Replicating
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
@@ -61,6 +63,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
         self._views = views
         self._content = Content(hub)
         self._tenants = Tenants(hub, self._content)
+        self._replicating = Replicating(hub)
 
     # ------------------------------------------------------------------ sync
 
@@ -132,6 +135,22 @@ class MasterService(control_pb2_grpc.MasterServicer):
     def Explain(self, request: control.ExplainQuery, context: grpc.ServicerContext) -> control.Explanation:
         return _answered(context, lambda: self._content.explain(request))
 
+    # ------------------------------------------------------------------ nodes that leave, and replicas
+
+    def DrainNode(self, request: control.NodeDrain, context: grpc.ServicerContext) -> control.NodeRow:
+        return _answered(context, lambda: self._replicating.drain(request))
+
+    def RemoveNode(self, request: control.NodeRemove, context: grpc.ServicerContext) -> control.NodeRow:
+        return _answered(context, lambda: self._replicating.remove(request))
+
+    def SetReplicas(self, request: control.Replicas, context: grpc.ServicerContext) -> control.ReplicasList:
+        return _answered(context, lambda: self._replicating.set(request))
+
+    def ListReplicas(self, request: pb.Empty, context: grpc.ServicerContext) -> control.ReplicasList:
+        return _answered(context, self._replicating.list)
+
+    # ------------------------------------------------------------------ health
+
     def Health(self, request: pb.Empty, context: grpc.ServicerContext) -> control.HealthReport:
         return _answered(context, self._views.health)
 
@@ -155,9 +174,9 @@ class _SyncStream:
             self._context.add_callback(lambda: outbox.close("the stream ended"))
             threading.Thread(target=self._read, args=(session, outbox), name="kvstrata-sync-read", daemon=True).start()
             while True:
-                command = outbox.get(IDLE_S)
-                if command is not None:
-                    yield message_of(command, self._hub.cluster_id)
+                said = outbox.get(IDLE_S)
+                if said is not None:
+                    yield stamped(message_of(said[0], self._hub.cluster_id), said[1])
                 elif outbox.closed is not None:
                     self._end(outbox.closed)
                     return

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
 from kvstrata.master.nodes import Node
+from kvstrata.master.replication.drains import Drain, DrainState
 from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
 from kvstrata.transfer.identity import SOFTWARE
@@ -56,10 +57,17 @@ class Views:
 
 def _node_list(state: MasterState, now: float) -> control.NodeList:
     blocks = state.directory.blocks_by_slot()
-    return control.NodeList(nodes=[_node_row(node, blocks, now) for node in state.nodes])
+    return control.NodeList(nodes=[_node_row(state, node, blocks, now) for node in state.nodes])
 
 
-def _node_row(node: Node, blocks: Mapping[int, int], now: float) -> control.NodeRow:
+def node_row(state: MasterState, node_id: str, now: float) -> control.NodeRow:
+    """One node that is known."""
+    node = state.nodes.get(node_id)
+    assert node is not None, node_id
+    return _node_row(state, node, state.directory.blocks_by_slot(), now)
+
+
+def _node_row(state: MasterState, node: Node, blocks: Mapping[int, int], now: float) -> control.NodeRow:
     row = control.NodeRow(
         node_id=node.node_id, state=node.state.value, dram_bytes=node.dram_bytes, ssd_bytes=node.ssd_bytes
     )
@@ -75,6 +83,12 @@ def _node_row(node: Node, blocks: Mapping[int, int], now: float) -> control.Node
         row.applied_seq = node.attachment.applied_seq
         row.synced = node.attachment.synced
         row.blocks = 0 if node.attachment.slot is None else blocks.get(node.attachment.slot, 0)
+    row.copies = state.replication.copies.commands_to(node.node_id)
+    drain = state.replication.drains.of(node.node_id)
+    if drain is not None:
+        row.drain.CopyFrom(_drain_row(drain, now))
+    elif node.leaving:
+        row.drain.state = DrainState.DRAINING.value
     if node.usage is not None:
         usage = node.usage
         row.status.CopyFrom(
@@ -98,6 +112,18 @@ def _node_row(node: Node, blocks: Mapping[int, int], now: float) -> control.Node
             )
         )
     return row
+
+
+def _drain_row(drain: Drain, now: float) -> control.DrainRow:
+    """How far a drain has got. Bytes are those of blocks, in whatever tier."""
+    return control.DrainRow(
+        state=drain.state.value,
+        bytes_total=drain.bytes_total,
+        bytes_moved=drain.bytes_moved,
+        bytes_failed=drain.bytes_failed,
+        elapsed_seconds=drain.elapsed_s(now),
+        budget_seconds=drain.budget_s,
+    )
 
 
 def _client_row(session: Session, now: float) -> control.ClientRow:
