@@ -9,32 +9,31 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstrata.master.messages import Save
 from kvstrata.master.state import Saved
 from kvstrata.master.stores import redis_scripts as scripts
 from kvstrata.master.stores.base import Deposed, LeaderRecord
-from kvstrata.master.stores.redis_rows import FORMAT, ROW_KEYS, last_command_of, row_of, saved_of
+from kvstrata.master.stores.redis_client import ANSWER_S, RedisClient
+from kvstrata.master.stores.redis_rows import FORMAT, ROW_KEYS, command_of, row_of, saved_of
 from kvstrata.master.stores.redis_url import RedisAddress
 from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unavailable
 from kvstrata.proto.logs import get_logger
 
 log = get_logger(__name__)
 
-#: A connection must be there within this, and each answer.
-CONNECT_S: Final = 1.0
-ANSWER_S: Final = 1.0
-#: One Sentinel is asked for this long before the next one is.
-SENTINEL_S: Final = 0.3
-#: A call whose connection broke is made again once, if it broke this soon: Redis has been restarted since the last.
-AGAIN_S: Final = 0.5
-#: Rows and bytes of one save: about a hundredth of a second of Redis's time for each 10,000 rows.
-ROWS_MAX: Final = 100_000
-BYTES_MAX: Final = 256 << 20
+#: While Redis does not answer, opening waits for it so long, looking this often: both may be starting.
+OPEN_S: Final = 10.0
+LOOK_S: Final = 0.25
+#: What one script saves at most: the rows that may wait in a journal. Redis does nothing else meanwhile.
+SCRIPT_ROWS: Final = 20_000
+SCRIPT_BYTES: Final = 64 << 20
 
-#: Scripts that change a store of one format into the next one. :data:`FORMAT` 1 is the first.
+#: Scripts that change a store of one format into the next one, in order; each looks at the format first, as another
+#: master may have done it, and writes the next one at its end. :data:`FORMAT` 1 is the first.
 UPGRADES: Final[dict[int, str]] = {}
 
 T = TypeVar("T")
@@ -43,13 +42,13 @@ T = TypeVar("T")
 class RedisStore:
     """The rows of one cluster in the Redis at ``address``. Thread-safe.
 
-    Opening raises :class:`ConfigError` saying what to change, or :class:`Unavailable` when nobody answers. Every
-    call ends within about ``CONNECT_S + ANSWER_S``, and ``SENTINEL_S`` more for each Sentinel that is asked.
+    Opening raises :class:`ConfigError` saying what to change, or :class:`Unavailable` when nobody has answered for
+    ``wait_s``. Every call is bounded: see :class:`RedisClient`.
     """
 
     shared = True
 
-    def __init__(self, address: RedisAddress, cluster_id: str | None = None) -> None:
+    def __init__(self, address: RedisAddress, cluster_id: str | None = None, wait_s: float = OPEN_S) -> None:
         self._address = address
         self._where = str(address)
         self._keys = [address.prefix + name for name in scripts.KEYS]
@@ -57,8 +56,8 @@ class RedisStore:
         self._lock = threading.Lock()
         self._seen_revision = 0
         self._me = ""
-        self._library = _library()
-        self._client, self._sentinel = _connected(self._library, address)
+        self._redis = RedisClient(address)
+        self._client, self._call = self._redis.redis, self._redis.call
         self._scripts = {
             text: self._client.register_script(text)
             for text in (
@@ -67,17 +66,17 @@ class RedisStore:
             )
         }  # fmt: skip
         try:
-            self._cluster_id = self._open(cluster_id)
+            self._cluster_id = self._open(cluster_id, time.monotonic() + wait_s)
         except BaseException:
             self.close()
             raise
 
     # ------------------------------------------------------------------ opening
 
-    def _open(self, wanted: str | None) -> str:
+    def _open(self, wanted: str | None, deadline: float) -> str:
         fresh = wanted or secrets.token_hex(8)
         try:
-            answer = self._run(scripts.OPEN, fresh, FORMAT)
+            answer = self._answer_by(deadline, lambda: self._run(scripts.OPEN, fresh, FORMAT))
             held, stored = str(answer[1], "utf-8"), int(answer[2])
             if wanted is not None and held != wanted:
                 raise ConfigError(
@@ -90,6 +89,18 @@ class RedisStore:
             raise ConfigError(str(error)) from error
         self._warn()
         return held
+
+    def _answer_by(self, deadline: float, call: Callable[[], T]) -> T:
+        while True:
+            try:
+                return call()
+            except _Newer:
+                raise
+            except Unavailable as error:
+                if time.monotonic() + LOOK_S > deadline:
+                    raise
+                log.warning("waiting for the state store", store=self._where, error=str(error))
+            time.sleep(LOOK_S)
 
     def _warn(self) -> None:
         """Settings with which Redis forgets. Where they may not be asked for, nothing is said."""
@@ -160,37 +171,35 @@ class RedisStore:
     # ------------------------------------------------------------------ writing
 
     def save(self, writes: Iterable[Save], epoch: int = 0) -> None:
-        """One script: all or nothing, whatever their number, up to ``ROWS_MAX`` rows and ``BYTES_MAX``.
+        """One script: all or nothing. What is more than ``SCRIPT_ROWS`` or ``SCRIPT_BYTES`` goes in several, in order.
 
-        After :class:`Unavailable` the rows may be in nevertheless: the answer was lost. Saving them again is right.
+        After :class:`Unavailable` rows may be in nevertheless: the answer was lost. Saving them again is right.
         """
-        batch = list(writes)
-        command = last_command_of(batch)
-        arguments: list[object] = [epoch, "" if command is None else command]
-        nbytes = 0
-        for write in batch:
-            name, field, value = row_of(write)
-            arguments += (self._rows[name], field, value)
-            nbytes += len(field) + len(value)
-        if len(batch) > ROWS_MAX or nbytes > BYTES_MAX:
-            raise InvalidArgument(
-                f"{len(batch)} rows of {nbytes} bytes are too much to save at once: at most {ROWS_MAX} rows and "
-                f"{BYTES_MAX} bytes"
-            )
-        self._mine(scripts.SAVE, self._me, *arguments)
-        with self._lock:
-            self._seen_revision = max(self._seen_revision, 1)
-        if self._address.replicas:
-            self._wait_for_replicas()
+        for command, rows in _pieces(writes):
+            numbered = [item for name, field, value in rows for item in (self._rows[name], field, value)]
+            arguments = (*self._ours(self._me), epoch, command, *numbered)
+            answer, copies = self._call(partial(self._save, arguments))
+            self._checked(answer)
+            self._saw(1)
+            if copies < self._address.replicas:
+                raise Unavailable(
+                    f"state store {self._where}: {copies} replicas have the write, {self._address.replicas} must: look "
+                    "at them, or change replicas= in --state"
+                )
 
-    def _wait_for_replicas(self) -> None:
-        wanted = self._address.replicas
-        got = self._call(lambda: self._client.wait(wanted, int(ANSWER_S * 500)))
-        if got < wanted:
-            raise Unavailable(
-                f"state store {self._where}: {got} replicas have the write, {wanted} must: look at them, or change "
-                "replicas= in --state"
-            )
+    def _save(self, arguments: tuple[object, ...]) -> tuple[list[Any], int]:
+        """What the script answered, and how many replicas have what it did: asked on the same connection."""
+        script, wanted = self._scripts[scripts.SAVE], self._address.replicas
+        if not wanted:
+            return script(self._keys, arguments), 0
+        with self._client.pipeline(transaction=False) as pipe:
+            script(self._keys, arguments, client=pipe)
+            pipe.wait(wanted, int(ANSWER_S * 500))
+            answers = pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers[0], answers[1]
 
     # ------------------------------------------------------------------ leading
 
@@ -215,21 +224,22 @@ class RedisStore:
         self._mine(scripts.ANNOUNCE, me.master_id, ttl_ms, me.channel, me.grpc, me.http)
 
     def close(self) -> None:
-        """Ends its connections; those in use end with their calls."""
-        for part in (self._client, *(self._sentinel.sentinels if self._sentinel else ())):
-            part.close()
-            part.connection_pool.disconnect()
+        self._redis.close()
 
     # ------------------------------------------------------------------ calls
 
     def _mine(self, script: str, me: str, *arguments: object) -> list[Any]:
         """Run a script that first looks whether the store is ours."""
+        return self._run(script, *self._ours(me), *arguments)
+
+    def _ours(self, me: str) -> tuple[object, ...]:
         with self._lock:
-            seen = self._seen_revision
-        return self._run(script, self._cluster_id, FORMAT, seen, me, *arguments)
+            return self._cluster_id, FORMAT, self._seen_revision, me
 
     def _run(self, script: str, *arguments: object) -> list[Any]:
-        answer: list[Any] = self._call(lambda: self._scripts[script](self._keys, arguments))
+        return self._checked(self._call(lambda: self._scripts[script](self._keys, arguments)))
+
+    def _checked(self, answer: list[Any]) -> list[Any]:
         status = answer[0].decode()
         if status != "ok":
             raise self._refusal(status)
@@ -249,81 +259,25 @@ class RedisStore:
             )
         return Deposed(f"state store {self._where} has had a leader of epoch {what}: this one is deposed")
 
-    def _call(self, call: Callable[[], T]) -> T:
-        """One exchange, and one more when the connection turned out to be dead at once."""
-        started = time.monotonic()
-        try:
-            return call()
-        except self._library.exceptions.ConnectionError as error:
-            again = time.monotonic() - started < AGAIN_S and not self._hopeless(error)
-            if not again:
-                raise self._error(error) from error
-        except (self._library.exceptions.RedisError, OSError) as error:
-            raise self._error(error) from error
-        try:
-            return call()
-        except (self._library.exceptions.RedisError, OSError) as error:
-            raise self._error(error) from error
-
-    def _hopeless(self, error: Exception) -> bool:
-        known = self._library.exceptions
-        return isinstance(error, (known.AuthenticationError, known.BusyLoadingError, known.AuthorizationError))
-
-    def _error(self, error: Exception) -> KVError:
-        known = self._library.exceptions
-        text = str(error) or type(error).__name__
-        if isinstance(error, known.ReadOnlyError):  # whoever writes is elsewhere by now: look again
-            self._client.connection_pool.disconnect(inuse_connections=False)
-        if isinstance(error, self._library.sentinel.MasterNotFoundError):
-            text = f"no Sentinel that answers knows a living {self._address.service}: start it, or correct --state"
-        for secret in self._address.secrets():
-            text = text.replace(secret, "***")
-        opening = not hasattr(self, "_cluster_id")
-        refused = (known.AuthenticationError, known.NoPermissionError, known.AuthorizationError)
-        if opening and (isinstance(error, refused) or "NOAUTH" in text or "WRONGPASS" in text):
-            return ConfigError(f"state store {self._where}: {text}; correct the user and the password of --state")
-        if opening and ("WRONGTYPE" in text or "certificate" in text.lower() or "DB index" in text):
-            return ConfigError(f"state store {self._where}: {text}; correct --state")
-        return Unavailable(f"state store {self._where}: {text}")
-
 
 class _Newer(Unavailable):
     """A newer build has changed the store's format."""
 
 
-def _library() -> Any:
-    """redis-py, which is an extra."""
-    try:
-        import redis
-        import redis.sentinel
-    except ImportError as error:
-        raise ConfigError(
-            "--state names a Redis, and the redis package is not installed: pip install 'kvstrata[redis]'"
-        ) from error
-    return redis
-
-
-def _connected(library: Any, address: RedisAddress) -> tuple[Any, Any]:
-    """A client, which connects when it is first used, and its Sentinels. Retries are ours: see ``_call``."""
-    tls: dict[str, Any] = {}
-    if address.tls:
-        tls = {
-            "ssl": True,
-            "ssl_ca_certs": address.ca,
-            "ssl_certfile": address.cert,
-            "ssl_keyfile": address.key,
-            "ssl_check_hostname": address.check_hostname,
-        }
-    common = {"protocol": 2, "retry": library.retry.Retry(library.backoff.NoBackoff(), 0), **tls}
-    limits = {"socket_connect_timeout": CONNECT_S, "socket_timeout": ANSWER_S}
-    login = {"db": address.db, "username": address.username, "password": address.password}
-    if address.service is None:
-        host, port = address.hosts[0]
-        return library.Redis(host=host, port=port, **login, **limits, **common), None
-    sentinel_login = {"username": address.sentinel_username, "password": address.sentinel_password}
-    short = {"socket_connect_timeout": SENTINEL_S, "socket_timeout": SENTINEL_S}
-    sentinel = library.sentinel.Sentinel(list(address.hosts), sentinel_kwargs={**sentinel_login, **short, **common})
-    return sentinel.master_for(address.service, **login, **limits, **common), sentinel
+def _pieces(writes: Iterable[Save]) -> Iterator[tuple[str, list[tuple[str, bytes, bytes]]]]:
+    """What one script takes each: the greatest number of a command, or '', and rows. At least one."""
+    command, rows, nbytes, first = 0, list[tuple[str, bytes, bytes]](), 0, True
+    for write in writes:
+        row = row_of(write)
+        size = len(row[1]) + len(row[2])
+        if rows and (len(rows) == SCRIPT_ROWS or nbytes + size > SCRIPT_BYTES):
+            yield str(command or ""), rows
+            command, rows, nbytes, first = 0, [], 0, False
+        command = max(command, command_of(write))
+        rows.append(row)
+        nbytes += size
+    if rows or first:
+        yield str(command or ""), rows
 
 
 def _record(items: Iterable[bytes | None]) -> LeaderRecord:

@@ -6,7 +6,7 @@ changes the meaning of members is a new :data:`FORMAT`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -123,9 +123,9 @@ def row_of(write: Save) -> tuple[str, bytes, bytes]:
             return "replicas", name, _json(wanted) if write.count else b""
 
 
-def last_command_of(writes: Iterable[Save]) -> int | None:
-    """The greatest number of a removal or a drop among ``writes``."""
-    return max((write.command for write in writes if isinstance(write, (SaveTombstone, SaveScope))), default=None)
+def command_of(write: Save) -> int:
+    """The number of a removal or a drop; 0 for anything else."""
+    return write.command if isinstance(write, (SaveTombstone, SaveScope)) else 0
 
 
 def saved_of(facts: Mapping[bytes, bytes], hashes: Sequence[Mapping[bytes, bytes]]) -> Saved:
