@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstrata.master import messages as m
+from kvstrata.master.outbox import Stamp
 from kvstrata.master.replies import node_ref
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
@@ -138,6 +139,12 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
                     hashes=command.hashes,
                 )
             )
+
+
+def stamped(message: control.MasterMessage, stamp: Stamp) -> control.MasterMessage:
+    """The message with who says it."""
+    message.leader_epoch, message.leader_id = stamp.epoch, stamp.leader_id
+    return message
 
 
 def _copy(command: m.SendCopy) -> control.CopyCommand:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvstrata.master.messages import (
@@ -17,7 +17,7 @@ from kvstrata.master.messages import (
     SaveScope,
     SaveTombstone,
 )
-from kvstrata.master.stores.base import StateStore
+from kvstrata.master.stores.base import Deposed, StateStore
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.logs import get_logger
 
@@ -37,7 +37,9 @@ class Journal:
     def __init__(self, store: StateStore) -> None:
         self.failures = 0
         self.given_up = 0
+        self.on_deposed: Callable[[], None] = lambda: None  #: the store knows a later leader
         self._store = store
+        self._epoch = 0
         self._pending: dict[tuple[str, str], Save] = {}
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -47,7 +49,7 @@ class Journal:
         """Queue writes; they are durable once :meth:`flush` has returned True."""
         with self._lock:
             for write in writes:
-                key = _row(write)
+                key = row_key(write)
                 self._pending.pop(key, None)
                 self._pending[key] = write
             while len(self._pending) > PENDING_MAX:
@@ -60,14 +62,19 @@ class Journal:
             return False
         try:
             with self._lock:
-                batch = dict(self._pending)
-            return not batch or self._write(batch)
+                batch, epoch = dict(self._pending), self._epoch
+            return not batch or self._write(batch, epoch)
         finally:
             self._flushing.release()
 
-    def _write(self, batch: dict[tuple[str, str], Save]) -> bool:
+    def _write(self, batch: dict[tuple[str, str], Save], epoch: int) -> bool:
         try:
-            self._store.save(batch.values())
+            self._store.save(batch.values(), epoch)
+        except Deposed as error:
+            self.failures += 1
+            log.warning("state store refused a write", error=str(error), waiting=len(batch))
+            self.on_deposed()
+            return False
         except Unavailable as error:
             self.failures += 1
             self._error = str(error)
@@ -80,13 +87,22 @@ class Journal:
                     del self._pending[key]
         return True
 
+    def serve(self, epoch: int) -> None:
+        """Write for the leader of this epoch from now on; what waits of another is given up: 0 is nobody's."""
+        with self._lock:
+            if not epoch or not self._epoch:
+                self._pending.clear()
+                self._error = ""
+            self._epoch = epoch
+
     def problem(self) -> str:
         """Why rows wait, or an empty string."""
         with self._lock:
             return f"{self._error} ({len(self._pending)} rows wait)" if self._error else ""
 
 
-def _row(write: Save) -> tuple[str, str]:
+def row_key(write: Save) -> tuple[str, str]:
+    """What a write is the newest version of."""
     match write:
         case SaveNode():
             return "node", write.node_id

@@ -33,7 +33,7 @@ class Content:
         Raises :class:`Unavailable` when the epoch is in effect and may be forgotten in a restart.
         """
         cleared = self._hub.order(lambda state, now: state.bump(request.group, now))
-        durable = self._hub.journal.flush()
+        durable = self._hub.durable()
         return self._waited(cleared, request.deadline_ms, f"epoch {cleared.epoch} is in effect", durable)
 
     def drop(self, request: control.Scope) -> control.Dropped:
@@ -50,14 +50,14 @@ class Content:
         """
         if dry_run:
             return control.Dropped(blocks=self._hub.read(lambda state, _: state.clearing.counted(group, salt)))
-        cleared = self._hub.order(lambda state, now: state.drop(group, salt, erase, now))
-        return self._waited(cleared, deadline_ms, "dropped", self._hub.journal.flush())
+        cleared = self._hub.order(lambda state, now: state.drop(group, salt, erase, now), durable=False)
+        return self._waited(cleared, deadline_ms, "dropped", self._hub.durable())
 
     def _waited(self, cleared: Cleared, deadline_ms: int, what: str, durable: bool) -> control.Dropped:
         wait_s = min(deadline_ms / 1000, DEADLINE_MAX_S) if deadline_ms else DEADLINE_S
         unreached = self._hub.confirmations(cleared.command, cleared.awaited, time.monotonic() + wait_s)
-        if not durable and (cleared.epoch or unreached) and not self._hub.journal.flush():
-            problem = self._hub.journal.problem() or "the state store is slow"
+        if not durable and (cleared.epoch or unreached) and not self._hub.durable():
+            problem = self._hub.why_not_durable()
             raise Unavailable(f"{what}, but a restart of this master may forget it: {problem}")
         return control.Dropped(epoch=cleared.epoch, blocks=cleared.blocks, unreached=unreached)
 

@@ -130,6 +130,10 @@ class Clearing:
         for name, epoch in self._namespaces.newer(epochs):
             self._renew(name, epoch, now)
 
+    def renew(self, name: str, epoch: int, now: float) -> None:
+        """A group's weight epoch is this one, whatever was known of it here."""
+        self._renew(name, epoch, now)
+
     def attached(self, node: Node) -> None:
         """The node has been told all epochs; now it is told what it has not confirmed."""
         self.scopes.began(node.node_id)

@@ -7,7 +7,7 @@ node is asked for a snapshot once it has answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,6 +54,9 @@ class Scopes:
     def __init__(self) -> None:
         self._all: dict[int, Scope] = {}
         self._told: dict[str, dict[int, bool]] = {}  #: by node: unanswered drops, and whether they held back
+
+    def __iter__(self) -> Iterator[Scope]:
+        return iter(self._all.values())
 
     def __len__(self) -> int:
         return len(self._all)

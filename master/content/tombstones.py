@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,6 +36,9 @@ class Tombstones:
         self._bytes = 0
         self._next = 1
 
+    def __iter__(self) -> Iterator[Tombstone]:
+        return iter(self._all.values())
+
     def __len__(self) -> int:
         return len(self._all)
 
@@ -52,6 +55,11 @@ class Tombstones:
     def start_after(self, command: int) -> None:
         """Give out numbers above ``command`` only."""
         self._next = max(self._next, command + 1)
+
+    @property
+    def next_number(self) -> int:
+        """What the next command is numbered."""
+        return self._next
 
     def take_number(self) -> int:
         """A number for a command of another kind."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+#: Epochs count leaders; a number past this was never one.
+EPOCH_MAX: Final = 1 << 31
 
 
 @dataclass(slots=True)
@@ -27,6 +31,8 @@ class Standing:
 
     def told(self, epoch: int, leader_id: str = "") -> None:
         """A node says whom it has obeyed: the leader of ``epoch``."""
+        if epoch > EPOCH_MAX:
+            return
         self.heard = max(self.heard, epoch)
         if self.leading and epoch and epoch == self.epoch and leader_id not in ("", self.master_id):
             self.contested = True

@@ -37,7 +37,11 @@ class Tenants:
     # ------------------------------------------------------------------ asking
 
     def list(self, query: control.TenantQuery) -> control.TenantList:
-        """Those named, or all that have a policy or use anything; with predicted hit rates if asked."""
+        """Those named, or all that have a policy or use anything; with predicted hit rates if asked.
+
+        Raises :class:`NotLeader`: only the leader knows what tenants use.
+        """
+        self._hub.require_leader()
         salts = [check_salt(salt) for salt in query.salts]
         limit = min(query.limit or ROWS_MAX, ROWS_MAX)
         listed = self._hub.read(lambda state, _: _list(state, salts, limit))
@@ -114,9 +118,8 @@ class Tenants:
         return changed
 
     def _make_durable(self, what: str) -> None:
-        if not self._hub.journal.flush():
-            problem = self._hub.journal.problem() or "the state store is slow"
-            raise Unavailable(f"{what}, but a restart of this master may forget it: {problem}")
+        if not self._hub.durable():
+            raise Unavailable(f"{what}, but a restart of this master may forget it: {self._hub.why_not_durable()}")
 
 
 # ---------------------------------------------------------------------- rows

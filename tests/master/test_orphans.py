@@ -10,7 +10,7 @@ import pytest
 from kvstrata.master import messages as m
 from kvstrata.master.content import orphans
 from kvstrata.master.converters import message_of
-from kvstrata.master.hub import HINTS_BEHIND_MAX, Outbox
+from kvstrata.master.outbox import HINTS_BEHIND_MAX, NOBODY, Outbox
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import Departure, Tier
 
@@ -128,7 +128,7 @@ def test_a_node_that_is_slow_to_read_is_spared_hints() -> None:
     outbox.put(m.SendResync(1, "news"))
     assert outbox.closed is None
     got = [outbox.get(0.0) for _ in range(HINTS_BEHIND_MAX + 2)]
-    assert got[-2:] == [m.SendResync(1, "news"), None]
+    assert got[-2:] == [(m.SendResync(1, "news"), NOBODY), None]
 
 
 def test_on_the_wire() -> None:

@@ -1,0 +1,184 @@
+"""The loop that asks the store who leads, and has the hub act on the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from kvstrata.master.hub import Hub
+from kvstrata.master.leadership.election import TTL_S, TURN_S, Ask, Election, Move
+from kvstrata.master.state import Saved
+from kvstrata.master.stores.base import LeaderRecord, StateStore
+from kvstrata.proto.errors import KVError, Unavailable
+from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.connection import Connection
+from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.loops import Loop, Loops
+
+log = get_logger(__name__)
+
+TTL_MS: Final = int(TTL_S * 1000)
+#: A master is listed for so long after it announced itself last.
+LISTED_MS: Final = 5000
+#: A turn that takes longer than this is a problem in health: the store hangs.
+TURN_BOUND_S: Final = 15.0
+#: How long the last known leader is listened for while the store is silent.
+PROBE_S: Final = 0.5
+
+
+def answers(address: str) -> bool:
+    """Whether a master answers at this channel address, within about ``PROBE_S``."""
+    try:
+        Connection.open(address, Identity.new("master"), connect_s=PROBE_S, silence_s=PROBE_S).close()
+    except KVError:
+        return False
+    return True
+
+
+class Campaign:
+    """For a store that masters share. ``me`` says where this master listens; :meth:`turn` is for one thread."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        store: StateStore,
+        me: Callable[[], LeaderRecord],
+        clock: Callable[[], float] = time.monotonic,
+        probe: Callable[[str], bool] = answers,
+    ) -> None:
+        self.election = Election(hub.master_id, clock())
+        self._hub = hub
+        self._store = store
+        self._me = me
+        self._clock = clock
+        self._probe = probe
+        self._saved: Saved | None = None  #: what the store had when it was read last
+        self._seen = 0  #: the greatest revision
+        self._emptied = False  #: the store has less than this master has seen in it
+        self._lost = False  #: the store may lack what this master leads by
+        self._was_leader = False  #: what it knew then may never have been saved
+        self._loop: Loop | None = None
+        hub.leader = self.leader
+        hub.store_problem = lambda: self.election.problem
+        hub.deposed = self._wake
+        hub.journal.on_deposed = self._wake
+
+    def start(self, loops: Loops) -> None:
+        """Take a first turn, so that a sole master leads at once, and go on turning."""
+        self.turn()
+        self._loop = loops.add(Loop("election", TURN_S, self.turn, bound_s=TURN_BOUND_S))
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.wake()
+
+    def leader(self) -> str:
+        """The channel address of another master that leads; "" when none is known to."""
+        leader = self.election.leader
+        return "" if leader is None or leader.master_id == self._hub.master_id else leader.channel
+
+    # ------------------------------------------------------------------ a turn
+
+    def turn(self) -> None:
+        """Ask the store, and act on what it says. Bounded by what the store's calls are."""
+        standing = self._hub.standing()
+        self._act(self.election.told(standing.heard, standing.contested, self._clock()), "a node obeys a later leader")
+        try:
+            self._look()
+            record = self._asked()
+            self._act(self.election.answered(record, self._clock()), "another master has the lease")
+            self._keep_up()
+        except Unavailable as error:
+            self.election.unreachable(str(error), self._clock())
+            self._listen()
+
+    def _look(self) -> None:
+        """Has the store lost what it had?"""
+        revision = self._store.revision()
+        if revision < self._seen and not self._emptied:
+            self._emptied = self._lost = True
+            log.warning("the state store has lost data", revision=revision, seen=self._seen)
+            self.election.hold(self._clock())
+        self._seen = max(self._seen, revision) if not self._emptied else self._seen
+
+    def _asked(self) -> LeaderRecord | None:
+        me = replace(self._me(), master_id=self._hub.master_id, epoch=self.election.heard)
+        ask = self.election.ask(self._clock())
+        if ask is not Ask.WATCH:
+            self._store.announce(me, LISTED_MS)
+        if ask is Ask.RENEW:
+            self._store.resign(me)
+        return self._store.leader() if ask is Ask.WATCH else self._store.campaign(me, TTL_MS)
+
+    def _act(self, move: Move, why: str) -> None:
+        if move is Move.STEP_DOWN:
+            self._was_leader = True
+            self._hub.step_down(why)
+        elif move is Move.LEAD:
+            self._lead()
+        elif move is Move.FOLLOW:
+            log.info("another master leads", leader=self.leader() or "nobody")
+
+    def _lead(self) -> None:
+        epoch = self.election.epoch
+        if self._hub.standing().leading:
+            self._lost = True  # the lease was gone: so may be the rest
+            self._hub.lead_on(epoch)
+            return
+        try:
+            saved = self._store.load()
+        except KVError:
+            self.election.failed(self._clock())
+            self._give_up_lease()
+            raise
+        if self._saved is not None and (self._emptied or saved.revision < self._seen):
+            self._lost = True
+            saved = replace(self._saved, last_command=max(saved.last_command, self._saved.last_command))
+        self._hub.lead(saved, epoch)
+        self._was_leader = False
+
+    def _give_up_lease(self) -> None:
+        try:
+            self._store.resign(replace(self._me(), master_id=self._hub.master_id))
+        except Unavailable as error:
+            log.warning("the lease is kept until it ends", reason=str(error))
+
+    # ------------------------------------------------------------------ what the store has
+
+    def _keep_up(self) -> None:
+        """The leader gives a store back what it lost; the others read what the leader wrote."""
+        if self.election.leading:
+            if self._lost and self._hub.reconcile(self._store.load()):
+                self._lost = self._emptied = False
+                self._seen = self._store.revision()
+            return
+        revision = self._store.revision()
+        if self._emptied and (not revision or self.election.leader is None):
+            return  # what was read before is all that is left of it
+        if self._saved is not None and revision == self._saved.revision and not self._was_leader:
+            return
+        saved = self._store.load()
+        self._saved, self._seen = saved, saved.revision
+        self._emptied = self._lost = False
+        self._hub.follow(saved, exact=self._was_leader)
+        self._was_leader = False
+
+    def _listen(self) -> None:
+        """Nobody can take the lease now; does the leader live?"""
+        leader = self.leader()
+        if leader and self.election.silent(self._clock()):
+            self._act(self.election.probed(self._probe(leader), self._clock()), "")
+
+    # ------------------------------------------------------------------ for people, and the end
+
+    def problems(self) -> list[str]:
+        """For health."""
+        return self.election.problems(self._clock())
+
+    def resign(self) -> None:
+        """This process stops: write what waits, then let another master take the lease at once."""
+        self._hub.journal.flush()
+        self._act(self.election.resign(self._clock()), "this master stops")
+        self._give_up_lease()
