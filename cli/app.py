@@ -15,12 +15,14 @@ from kvstrata.cli import (
     drain,
     health,
     namespace,
+    node_check,
     replicas,
     serve,
     tenant,
     traffic,
     why,
 )
+from kvstrata.cli.doctor.command import doctor
 from kvstrata.cli.output import Exit
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
@@ -37,8 +39,10 @@ app.command()(daemons.storage)
 app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
+app.command()(doctor)
 for command in (drain.drain, drain.undrain, drain.remove):
     health.node.command()(command)
+health.node.command("check")(node_check.node_check)
 app.add_typer(health.node, name="node")
 app.add_typer(replicas.replicas, name="replicas")
 app.add_typer(tenant.tenant, name="tenant")

@@ -68,6 +68,10 @@ class AdminClient:
         listed = self._call(control.ClientList, self._stub.ListClients, pb.Empty())
         return list(listed.clients)
 
+    def masters(self) -> control.MasterList:
+        """Every master that this one knows of, itself included, and who leads."""
+        return self._call(control.MasterList, self._stub.ListMasters, pb.Empty())
+
     def namespaces(self) -> list[control.NamespaceRow]:
         """One row a shard."""
         listed = self._call(control.NamespaceList, self._stub.ListNamespaces, pb.Empty())

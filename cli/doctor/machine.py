@@ -1,0 +1,282 @@
+"""Checks of this machine: memory, limits, clocks, devices, versions. Each does the thing itself where it can."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+import resource
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvstrata.cli.doctor.rows import Check, Row, Verdict
+from kvstrata.cli.sizes import format_size
+from kvstrata.storage.config import MEMORY_SPARE_BYTES, memory_available
+from kvstrata.storage.slab import SEALS
+from kvstrata.transfer.identity import SOFTWARE
+
+SHM_BYTES_MIN: Final = 1 << 30
+MEMLOCK_BYTES_MIN: Final = 1 << 20
+OPEN_FILES_MIN: Final = 4096
+CHILD_S: Final = 8.0
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+_HUGEPAGES: Final = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_PTRACE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
+_SHM: Final = Path("/dev/shm")
+
+#: Reads a byte of its parent's memory, as a node reads a client's.
+_READS_PARENT: Final = """
+import sys
+from kvstrata.storage.serving.process_memory import readable
+print(readable(int(sys.argv[1]), int(sys.argv[2])))
+"""
+_COUNTS_GPUS: Final = "import cupy; print(cupy.__version__, cupy.cuda.runtime.getDeviceCount())"
+
+
+def checks() -> list[Check]:
+    """All of them; none needs a cluster."""
+    return [
+        Check("machine", "versions", versions),
+        Check("machine", "clock", clock),
+        Check("machine", "open files", open_files),
+        Check("memory", "available", available),
+        Check("memory", "sealed memory", sealed_memory),
+        Check("memory", "/dev/shm", shared_memory),
+        Check("memory", "locked memory", locked_memory),
+        Check("memory", "huge pages", huge_pages),
+        Check("memory", "reading other processes", other_processes, CHILD_S + 2),
+        Check("devices", "RDMA", rdma),
+        Check("devices", "GPU", gpus, CHILD_S + 2),
+    ]
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def versions() -> Iterator[Row]:
+    told = [SOFTWARE, f"Python {platform.python_version()}", f"Linux {platform.release()}"]
+    for name in ("grpcio", "protobuf", "numpy", "xxhash"):
+        told.append(f"{name} {importlib.metadata.version(name)}")
+    if sys.platform == "linux":
+        yield Row("machine", "versions", Verdict.OK, ", ".join(told))
+    else:
+        yield Row("machine", "versions", Verdict.PROBLEM, ", ".join(told), "run kvstrata on Linux")
+
+
+def clock() -> Iterator[Row]:
+    """Leases count on a clock that never goes back; people count on one that is right."""
+    seen = [time.monotonic_ns() for _ in range(1000)]
+    before, slept = time.monotonic(), 0.02
+    time.sleep(slept)
+    passed = time.monotonic() - before
+    resolution = time.clock_getres(time.CLOCK_MONOTONIC)
+    if seen != sorted(seen) or passed < slept / 2:
+        advice = "leases cannot be kept: choose another clock source of the kernel"
+        yield Row("machine", "clock", Verdict.PROBLEM, f"the monotonic clock: {passed:.3f} s in {slept:g} s", advice)
+    elif resolution > 1e-3:
+        found = f"the monotonic clock has steps of {resolution * 1e3:g} ms"
+        yield Row("machine", "clock", Verdict.WARNING, found, "deadlines are that much coarser")
+    else:
+        yield Row("machine", "clock", Verdict.OK, f"monotonic, steps of {resolution * 1e9:g} ns")
+
+
+def open_files() -> Iterator[Row]:
+    """Daemons raise the soft limit to the hard one by themselves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)} of at most {_limit(hard)} open files"
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_MIN:
+        advice = f"allow {OPEN_FILES_MIN} or more (ulimit -Hn, LimitNOFILE=): a node takes two a slab, one a connection"
+        yield Row("machine", "open files", Verdict.PROBLEM if hard < 256 else Verdict.WARNING, found, advice)
+    else:
+        yield Row("machine", "open files", Verdict.OK, found)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def available() -> Iterator[Row]:
+    nbytes = memory_available()
+    found = f"{format_size(nbytes)} can be had (the machine's, or its control group's if that is less)"
+    enough = nbytes > 4 * MEMORY_SPARE_BYTES
+    verdict = Verdict.OK if enough else Verdict.WARNING
+    yield Row("memory", "available", verdict, found, "" if enough else "a node has little to give here")
+
+
+def sealed_memory() -> Iterator[Row]:
+    """Nodes hand memory to clients that nobody may write, resize or punch holes into."""
+    what, old = "sealed memory", "the kernel is too old for it: Linux 5.1 or newer (F_SEAL_FUTURE_WRITE)"
+    try:
+        fd = os.memfd_create("kvstrata-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        yield Row("memory", what, Verdict.PROBLEM, f"memfd_create: {error.strerror}", "allow it in the sandbox")
+        return
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as ours:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            ours[:2] = b"ok"
+            with mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ) as theirs:
+                shared = theirs[:2] == b"ok"
+            yield _sealed(what, shared, _writable(fd))
+    except OSError as error:
+        yield Row("memory", what, Verdict.PROBLEM, f"sealing: {error.strerror}", old)
+    finally:
+        os.close(fd)
+
+
+def _writable(fd: int) -> bool:
+    try:
+        mmap.mmap(fd, mmap.PAGESIZE).close()
+    except PermissionError:
+        return False
+    return True
+
+
+def _sealed(what: str, shared: bool, writable: bool) -> Row:
+    if shared and not writable:
+        return Row("memory", what, Verdict.OK, "shared read-only, and sealed against writes")
+    found = "a sealed map can be written" if writable else "a sealed map does not show what was written"
+    return Row("memory", what, Verdict.PROBLEM, found, "use --transport tcp on this machine")
+
+
+def shared_memory() -> Iterator[Row]:
+    """Slabs are memfds, which /dev/shm does not bound; engines beside them need it."""
+    what, advice = "/dev/shm", "mount a tmpfs on it (docker run --shm-size=8g, or an emptyDir of medium Memory)"
+    try:
+        mode, room = _SHM.stat().st_mode, os.statvfs(_SHM)
+    except OSError as error:
+        yield Row("memory", what, Verdict.WARNING, f"{error.strerror}", advice)
+        return
+    total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
+    found = f"{format_size(free)} free of {format_size(total)}, mode {stat.S_IMODE(mode):o}"
+    if not os.access(_SHM, os.W_OK | os.X_OK):
+        yield Row("memory", what, Verdict.PROBLEM, found, "make it writable for this user (mode 1777)")
+    elif total < SHM_BYTES_MIN:
+        yield Row("memory", what, Verdict.WARNING, f"{found}: little for an engine", advice)
+    else:
+        yield Row("memory", what, Verdict.OK, found)
+
+
+def locked_memory() -> Iterator[Row]:
+    """RDMA registers memory by locking it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = f"{'no limit' if soft == resource.RLIM_INFINITY else format_size(soft)} may be locked"
+    advice = "raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, or the container's --ulimit memlock=-1)"
+    if _devices(_INFINIBAND) and soft != resource.RLIM_INFINITY:
+        yield Row("memory", "locked memory", Verdict.PROBLEM, f"{found}: too little to register for RDMA", advice)
+    elif soft != resource.RLIM_INFINITY and soft < MEMLOCK_BYTES_MIN:
+        yield Row("memory", "locked memory", Verdict.WARNING, f"{found}: less than any transport would need", advice)
+    else:
+        yield Row("memory", "locked memory", Verdict.OK, found)
+
+
+def huge_pages() -> Iterator[Row]:
+    what = "huge pages"
+    total, free = _number(_HUGEPAGES / "nr_hugepages"), _number(_HUGEPAGES / "free_hugepages")
+    if not total:
+        yield Row("memory", what, Verdict.NOT_APPLICABLE, "none reserved: needed for storage --hugepages alone")
+        return
+    found = f"{free} of {total} of 2 MiB free"
+    if not free:
+        yield Row(
+            "memory", what, Verdict.WARNING, found, "reserve more (/proc/sys/vm/nr_hugepages) before a node starts"
+        )
+        return
+    try:
+        fd = os.memfd_create("kvstrata-doctor", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        try:
+            os.ftruncate(fd, 2 << 20)
+        finally:
+            os.close(fd)
+        yield Row("memory", what, Verdict.OK, found)
+    except OSError as error:
+        yield Row("memory", what, Verdict.PROBLEM, f"{found}, and one cannot be had: {error.strerror}", "see dmesg")
+
+
+def other_processes() -> Iterator[Row]:
+    """A node copies a client's ordinary memory by process_vm_readv; where it may not, bytes are staged."""
+    what = "reading other processes"
+    scope = _PTRACE.read_text().strip() if _PTRACE.exists() else "none"
+    probe = ctypes.create_string_buffer(b"kvstrata")
+    command = [sys.executable, "-c", _READS_PARENT, str(os.getpid()), str(ctypes.addressof(probe))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_S, check=False)
+    found = f"process_vm_readv {'works' if done.stdout.strip() == 'True' else 'is refused'}, ptrace_scope {scope}"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield Row("memory", what, Verdict.WARNING, f"could not be tried: {last}", "try again on a quiet machine")
+    elif done.stdout.strip() == "True":
+        yield Row("memory", what, Verdict.OK, found)
+    else:
+        advice = (
+            "stores over shm take a copy more: use memory of client.allocate(), or kernel.yama.ptrace_scope=0, or "
+            "CAP_SYS_PTRACE for the node"
+        )
+        yield Row("memory", what, Verdict.WARNING, found, advice)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def rdma() -> Iterator[Row]:
+    devices = _devices(_INFINIBAND)
+    nixl = importlib.util.find_spec("nixl") is not None
+    if not devices:
+        yield Row("devices", "RDMA", Verdict.NOT_APPLICABLE, f"no device, nixl {'there' if nixl else 'not installed'}")
+        return
+    states = {
+        name: [path.read_text().strip() for path in (_INFINIBAND / name).glob("ports/*/state")] for name in devices
+    }
+    found = ", ".join(f"{name} ({'; '.join(ports) or 'no port'})" for name, ports in states.items())
+    if not any("ACTIVE" in state for ports in states.values() for state in ports):
+        yield Row("devices", "RDMA", Verdict.WARNING, found, "no port is active: look at cables and the subnet manager")
+    elif not nixl:
+        yield Row("devices", "RDMA", Verdict.WARNING, f"{found}, nixl not installed", "pip install 'kvstrata[rdma]'")
+    else:
+        yield Row("devices", "RDMA", Verdict.OK, f"{found}, nixl there")
+
+
+def gpus() -> Iterator[Row]:
+    there = Path("/proc/driver/nvidia/gpus")
+    devices = _devices(there)
+    if importlib.util.find_spec("cupy") is None:
+        if devices:
+            found, advice = f"{len(devices)} NVIDIA GPUs, cupy not installed", "pip install 'kvstrata[gpu]'"
+            yield Row("devices", "GPU", Verdict.WARNING, found, f"{advice}, for the bundled engine on a GPU")
+        else:
+            yield Row("devices", "GPU", Verdict.NOT_APPLICABLE, "no device, cupy not installed")
+        return
+    # In a process of its own: a driver that hangs, or aborts, takes nothing with it.
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNTS_GPUS], capture_output=True, text=True, timeout=CHILD_S, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        verdict = Verdict.WARNING if devices else Verdict.NOT_APPLICABLE
+        yield Row("devices", "GPU", verdict, f"cupy finds none: {last}", "check the driver" if devices else "")
+    else:
+        version, count = done.stdout.split()
+        yield Row("devices", "GPU", Verdict.OK, f"cupy {version}, {count} devices")
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _devices(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text()) if path.exists() else 0
+
+
+def _limit(value: int) -> str:
+    return "any number" if value == resource.RLIM_INFINITY else str(value)
