@@ -103,7 +103,7 @@ class Client:
         self._peers = Peers(self._choice.connect, boot_id())
         self._recent = RecentLocations()
         self._fanout = Fanout()
-        self._looker = Looker(self._directory, self._recent, self._counters)
+        self._looker = Looker(self._directory, self._peers, self._recent, self._counters)
         self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
         self._writer = Writer(self._directory, self._peers, self._recent, self._fanout)
         self._prefetcher = Prefetcher(self._looker, self._peers, self._fanout)

@@ -24,6 +24,8 @@ from kvstrata.transfer.base import Endpoint
 U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 
+Hint = tuple[U16, tuple[Endpoint, ...]]
+
 NODES_MAX: Final = ((1 << 16) - 1) // 4
 #: Tenants whose last answers are kept, and answers for each.
 TENANTS_MAX: Final = 64
@@ -32,7 +34,8 @@ ANSWERS_MAX: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A lookup's answer. ``codes`` u16[n] for the asked shard; ``present`` bool[n] after the AND over shards."""
+    """A lookup's answer. ``codes`` u16[n] for the asked shard; ``present`` bool[n] after the AND over shards.
+    ``replicas``: how many nodes have the block that most nodes have; 0 when the master does not say."""
 
     codes: U16
     nodes: tuple[Endpoint, ...]
@@ -40,6 +43,7 @@ class Located:
     hit_blocks: int
     shard_hit_blocks: int
     not_yet: bool = False
+    replicas: int = 0
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -75,7 +79,7 @@ def decode_lookup(reply: pb.LookupOk, count: int) -> Located:
         present = codes != 0
     if reply.hit_blocks > count or reply.shard_hit_blocks > count:
         raise ProtocolError(f"a hit of {max(reply.hit_blocks, reply.shard_hit_blocks)} blocks of {count}")
-    return Located(codes, nodes, present, reply.hit_blocks, reply.shard_hit_blocks, reply.not_yet)
+    return Located(codes, nodes, present, reply.hit_blocks, reply.shard_hit_blocks, reply.not_yet, reply.replicas)
 
 
 def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
@@ -95,7 +99,8 @@ def join_located(parts: Sequence[Located]) -> Located:
     present = np.concatenate([part.present for part in parts])
     hit = _join_hits((part.hit_blocks, len(part)) for part in parts)
     shard_hit = _join_hits((part.shard_hit_blocks, len(part)) for part in parts)
-    return Located(codes, nodes, present, hit, shard_hit, any(part.not_yet for part in parts))
+    replicas = max(part.replicas for part in parts)
+    return Located(codes, nodes, present, hit, shard_hit, any(part.not_yet for part in parts), replicas)
 
 
 def join_placed(parts: Sequence[Placed]) -> Placed:
@@ -144,6 +149,13 @@ def _join_codes(parts: Sequence[tuple[U16, tuple[Endpoint, ...]]]) -> tuple[U16,
     return np.concatenate(out), tuple(index)
 
 
+def chosen(first: Hint, second: Hint, take_second: Mask) -> Hint:
+    """The codes of ``second`` where ``take_second`` (bool[n]), of ``first`` elsewhere."""
+    codes, nodes = _join_codes([first, second])
+    count = len(first[0])
+    return np.where(take_second, codes[count:], codes[:count]).astype(np.uint16), nodes
+
+
 def _join_hits(parts: Iterable[tuple[int, int]]) -> int:
     total = 0
     for hit, length in parts:
@@ -155,8 +167,6 @@ def _join_hits(parts: Iterable[tuple[int, int]]) -> int:
 
 # -------------------------------------------------------------------- memory
 
-
-Hint = tuple[U16, tuple[Endpoint, ...]]
 
 #: For so long a store may be news to the directory.
 NEWS_S: Final = 0.25

@@ -11,6 +11,7 @@ from kvstrata.client.directory import Directory
 from kvstrata.client.locations import Located, RecentLocations
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, unanswered
+from kvstrata.client.peers import Peers
 from kvstrata.client.results import NO_TIER, Lookup
 from kvstrata.proto.errors import KVError
 
@@ -18,8 +19,9 @@ from kvstrata.proto.errors import KVError
 class Looker:
     """Thread-safe."""
 
-    def __init__(self, directory: Directory, recent: RecentLocations, counters: Counters) -> None:
+    def __init__(self, directory: Directory, peers: Peers, recent: RecentLocations, counters: Counters) -> None:
         self._directory = directory
+        self._peers = peers
         self._recent = recent
         self._counters = counters
 
@@ -38,7 +40,7 @@ class Looker:
             return nothing_asked(), None
         located = None
         try:
-            located = self._directory.lookup(namespace, salt, packed, deadline, request)
+            located = self._directory.lookup(namespace, salt, packed, deadline, request, self._peers.lost())
         except WHOLE_CALL:
             raise
         except KVError as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
+from kvstrata.client.directory import AVOID_MAX
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.base import Endpoint, Peer
@@ -40,6 +42,7 @@ class Peers:
         self._lock = threading.Lock()
         self._local: Peer | None = None
         self._next_lost = 0
+        self._lost: tuple[str, ...] = ()
         self._closed = False
 
     def get(self, endpoint: Endpoint) -> Peer | None:
@@ -59,6 +62,19 @@ class Peers:
 
     def any_reachable(self) -> bool:
         return any(known.peer is not None and known.peer.reachable() for known in self.all())
+
+    def lost(self) -> tuple[str, ...]:
+        """Ids of nodes that were out of reach when last seen to, at most ``AVOID_MAX``."""
+        return self._lost
+
+    def avoiding(self, node_ids: Iterable[str]) -> list[str]:
+        """These and those out of reach, each once, at most ``AVOID_MAX``: what a question asks to avoid."""
+        return list(dict.fromkeys([*node_ids, *self._lost]))[:AVOID_MAX]
+
+    def lose(self, node_id: str) -> None:
+        """A call found this node out of reach: so it is until the next upkeep has looked."""
+        if node_id not in self._lost:
+            self._lost = (node_id, *self._lost)[:AVOID_MAX]
 
     def _learn(self, endpoint: Endpoint) -> Peer | None:
         with self._lock:
@@ -108,6 +124,8 @@ class Peers:
         with self._lock:
             self._find_local()
             peers = [known.peer for known in self._known.values() if known.peer is not None]
+            away = (id for id, known in self._known.items() if known.peer is None or not known.peer.reachable())
+            self._lost = tuple(islice(away, AVOID_MAX))
         problem: Exception | None = None
         lost = [peer for peer in peers if not peer.reachable()]
         turns = [peer for peer in peers if peer.reachable()]

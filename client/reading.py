@@ -1,10 +1,10 @@
-"""Reads: from where the last lookup said, or the local node, or a fresh lookup; misses are tried once more."""
+"""Reads: from where the last lookup said, or the local node, or a fresh lookup; failures go to other replicas."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -33,6 +33,7 @@ _MISSING: Final = int(BlockStatus.MISSING)
 _EVICTED: Final = int(BlockStatus.EVICTED)
 _READ_ERROR: Final = int(BlockStatus.READ_ERROR)
 _NO_ROOM: Final = int(BlockStatus.NO_ROOM)
+_NODE_LOST: Final = int(BlockStatus.NODE_LOST)
 _SSD: Final = int(Tier.SSD)
 
 #: What is read from SSD comes in pieces of so many bytes: one is copied while the node reads the next.
@@ -42,14 +43,18 @@ LAST_PIECE_BYTES: Final = 8 << 20
 #: Blocks for which a node had no room are asked for again so often, in ever smaller pieces.
 ROOM_TURNS: Final = 3
 
+#: Fresh lookups of one call, at most: each sends what failed to a replica that was not tried.
+ROUNDS_MAX: Final = 8
+
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
-_OPEN[[_UNKNOWN, _EVICTED, int(BlockStatus.NODE_LOST)]] = True
+_OPEN[[_UNKNOWN, _EVICTED, _READ_ERROR, _NO_ROOM, _NODE_LOST]] = True
+_OPEN[[int(BlockStatus.CORRUPT), int(BlockStatus.LEASE_LOST), int(BlockStatus.LATE)]] = True
 #: Statuses of a node's answer that the master is told, by value. Not NO_ROOM: it may be had in the next turn. Not
 #: LATE: there is no time left to tell it.
 _REPORTED: Final = np.zeros(256, bool)
 _REPORTED[[_EVICTED, _READ_ERROR]] = True
-_REPORTED[[int(BlockStatus.CORRUPT), int(BlockStatus.LEASE_LOST), int(BlockStatus.NODE_LOST)]] = True
+_REPORTED[[int(BlockStatus.CORRUPT), int(BlockStatus.LEASE_LOST), _NODE_LOST]] = True
 
 
 #: Reads the asked blocks at ``where`` (None: all) from one node.
@@ -58,13 +63,16 @@ Attempt = Callable[[Peer, Where | None, bytes], Fetched]
 
 @dataclass(slots=True)
 class _Work:
-    """A call under way: ``status`` and ``tier`` u8[count]."""
+    """A call under way: ``status`` and ``tier`` u8[count]. ``tried``: what each node was asked for and did not give,
+    bool[count]."""
 
     asked: Asked
     attempt: Attempt
     status: npt.NDArray[np.uint8]
     tier: npt.NDArray[np.uint8]
     moved: int = 0
+    tried: dict[Endpoint, Mask] = field(default_factory=dict)
+    fresh: bool = False  #: what is being tried was looked up in this call
 
     @classmethod
     def new(cls, asked: Asked, attempt: Attempt) -> _Work:
@@ -74,6 +82,22 @@ class _Work:
         at = slice(None) if where is None else where
         self.status[at] = status
         self.tier[at] = np.where(status == _LOADED, fetched.tier, NO_TIER)
+
+    def note(self, node: Endpoint, where: Where | None, failed: Mask) -> None:
+        """``node`` was asked for the blocks at ``where``, and did not give those that ``failed``."""
+        tried = self.tried.setdefault(node, np.zeros(len(self.status), bool))
+        at = slice(None) if where is None else where
+        tried[at] |= failed
+
+    def untried(self, positions: Positions, codes: U16, nodes: tuple[Endpoint, ...]) -> Positions:
+        """Those of ``positions`` for which ``codes`` name a node that has not failed them yet."""
+        left = codes[positions] != 0
+        for index, node in enumerate(nodes):
+            tried = self.tried.get(node)
+            if tried is not None:
+                left &= ~(tried[positions] & ((codes[positions] - np.uint16(1)) >> 2 == index))
+        rest: Positions = positions[left]
+        return rest
 
 
 class Reader:
@@ -86,7 +110,8 @@ class Reader:
         self._fanout = fanout
 
     def read(self, asked: Asked, attempt: Attempt) -> Fetched:
-        """Try every block; each at most once where it was believed to be, and once after a fresh lookup.
+        """Try every block where it was believed to be; then, while time is left, at each replica that a fresh
+        lookup names, once.
 
         Raises only refusals of the whole call. Every position of ``status`` is decided.
         """
@@ -103,9 +128,13 @@ class Reader:
             work = _Work.new(asked, attempt)
             if hint is not None:
                 self._round(work, *hint, None)
-        open_positions = np.flatnonzero(_OPEN[work.status])
-        if len(open_positions):
-            self._afresh(work, open_positions)
+        rounds, left = 0, 1
+        while left and rounds < ROUNDS_MAX:
+            positions = np.flatnonzero(_OPEN[work.status])
+            if not len(positions) or (rounds and time.monotonic() > asked.deadline):
+                break
+            rounds += 1
+            left = self._afresh(work, positions, rounds)
         return Fetched(work.status, work.tier, 0, work.moved)
 
     def _only_peer(self, codes: U16, nodes: tuple[Endpoint, ...]) -> Peer | None:
@@ -115,22 +144,31 @@ class Reader:
             return None
         return self._peers.get(nodes[(code - 1) >> 2])
 
-    def _afresh(self, work: _Work, positions: Positions) -> None:
-        """Look the call's blocks up and try ``positions`` where they are now."""
+    def _afresh(self, work: _Work, positions: Positions, rounds: int) -> int:
+        """Look the call's blocks up and try ``positions`` where they are now, but at no node twice.
+
+        Returns how many more replicas there may be, for the blocks that failed again.
+        """
         asked, status = work.asked, work.status
+        avoid = self._peers.avoiding(node.node_id for node in work.tried)
         try:
-            located = self._directory.lookup(asked.namespace, asked.salt, asked.hashes, asked.deadline)
+            located = self._directory.lookup(asked.namespace, asked.salt, asked.hashes, asked.deadline, avoid=avoid)
         except WHOLE_CALL:
             raise
         except KVError as error:
             status[status == _UNKNOWN] = unanswered(error)
-            return
+            return 0
         self._recent.remember(
             asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes, epoch=asked.namespace.epoch
         )
         absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING
         status[(status == _UNKNOWN) & (located.codes == 0)] = absent
-        self._round(work, located.codes, located.nodes, positions)
+        untried = work.untried(positions, located.codes, located.nodes)
+        if not len(untried):
+            return 0
+        work.fresh = True
+        self._round(work, located.codes, located.nodes, untried)
+        return max(0, located.replicas - rounds)
 
     def _round(self, work: _Work, codes: U16, nodes: tuple[Endpoint, ...], positions: Positions | None) -> None:
         groups = by_node(codes, positions, work.asked.limit)
@@ -189,13 +227,20 @@ class Reader:
         """Enter what a node answered. A miss where the directory had named it is EVICTED; where it was only
         guessed the block may be elsewhere. What was not had is reported, with what it ended in."""
         status = fetched.status
+        failed = status != _LOADED
         missed = (status == _MISSING) | (status == _EVICTED)
         if missed.any():
             status = np.where(missed, np.uint8(_UNKNOWN if guessed else _EVICTED), status)
         if not guessed:
+            # What has moved since it was located may have come back to where it was.
+            failed = failed if work.fresh else failed & ~missed
+            if failed.any():
+                work.note(node, where, failed)
             for code in np.unique(status[_REPORTED[status]]).tolist():
                 at = np.flatnonzero(status == code)
                 self._report(work.asked, node, hashes, at, fetched.delta_seq, BlockStatus(code))
+        if (status == _NODE_LOST).any():
+            self._peers.lose(node.node_id)
         work.fill(where, fetched, status)
 
     def _report(

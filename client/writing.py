@@ -1,8 +1,10 @@
-"""Writes: ask where, then push each contiguous run to its node, several nodes at once."""
+"""Writes: ask where, then push each contiguous run to its node, several nodes at once; what a node that leaves or is
+lost did not take is placed once more."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
-from kvstrata.client.locations import Placed, RecentLocations
+from kvstrata.client.locations import Hint, Placed, RecentLocations, chosen
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
@@ -31,6 +33,10 @@ _PRESENT: Final = int(BlockStatus.ALREADY_PRESENT)
 _IN_FLIGHT: Final = int(BlockStatus.IN_FLIGHT)
 _FULL: Final = int(BlockStatus.FULL)
 _QUOTA: Final = int(BlockStatus.QUOTA)
+_NODE_LOST: Final = int(BlockStatus.NODE_LOST)
+#: Statuses after which another node may take the block: by value.
+_ELSEWHERE: Final = np.zeros(256, bool)
+_ELSEWHERE[[int(BlockStatus.REFUSED), _NODE_LOST]] = True
 
 
 @dataclass(slots=True)
@@ -63,7 +69,7 @@ class Writer:
         read after the return.
         """
         status, durable = np.zeros(len(offered.blocks), np.uint8), np.zeros(len(offered.blocks), bool)
-        placed = self._place(offered, status)
+        placed = self._place(offered, status, self._peers.lost())
         if placed is None:
             return Pushed(status, 0, durable)
         states = self._states(offered, placed)
@@ -71,25 +77,62 @@ class Writer:
         nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
         if nowhere.any():
             status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
-        groups = stripes(placed.codes, states, offered.limit)
-        tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status, durable) for runs in groups]
-        moved = sum(self._fanout.run(tasks))
+        moved, where = self._send(offered, placed, states, status, durable), (placed.codes, placed.nodes)
+        refused = _ELSEWHERE[status] & ~nowhere
+        if refused.any() and time.monotonic() < offered.deadline:
+            more, where = self._elsewhere(offered, where, refused, status, durable)
+            moved += more
         status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
-            codes = np.where(held, placed.codes, 0).astype(np.uint16)
+            codes = np.where(held, where[0], 0).astype(np.uint16)
             namespace = offered.namespace
             self._recent.remember(
-                namespace, offered.salt, offered.hashes, codes, placed.nodes, epoch=namespace.epoch, stored=True
+                namespace, offered.salt, offered.hashes, codes, where[1], epoch=namespace.epoch, stored=True
             )
         return Pushed(status, moved, durable)
 
-    def _place(self, offered: Offered, status: npt.NDArray[np.uint8]) -> Placed | None:
+    def _send(
+        self,
+        offered: Offered,
+        placed: Placed,
+        states: npt.NDArray[np.uint8],
+        status: npt.NDArray[np.uint8],
+        durable: Mask,
+    ) -> int:
+        groups = stripes(placed.codes, states, offered.limit)
+        tasks = [partial(self._serve, offered, placed.nodes[runs[0].node], runs, status, durable) for runs in groups]
+        return sum(self._fanout.run(tasks))
+
+    def _elsewhere(
+        self, offered: Offered, first: Hint, refused: Mask, status: npt.NDArray[np.uint8], durable: Mask
+    ) -> tuple[int, Hint]:
+        """Offer what its nodes ``refused`` (bool[n]) to other nodes, once: bytes moved, and where all blocks are."""
+        codes, nodes = first
+        avoid = {nodes[(code - 1) >> 2].node_id for code in np.unique(codes[refused & (codes != 0)]).tolist()}
+        try:
+            again = self._ask(offered, self._peers.avoiding(avoid))
+        except WHOLE_CALL:
+            raise
+        except KVError as error:
+            log.debug("not placed again", reason=f"{type(error).__name__}: {error}")
+            return 0, first
+        others = np.array([False, *(node.node_id not in avoid for node in again.nodes for _ in range(4))])
+        taken = refused & others[again.codes]
+        again = Placed(np.where(taken, again.codes, 0).astype(np.uint16), again.states, again.nodes)
+        status[taken & (again.states == PlaceState.IN_FLIGHT)] = BlockStatus.IN_FLIGHT
+        moved = self._send(offered, again, again.states, status, durable)
+        return moved, chosen(first, (again.codes, again.nodes), taken)
+
+    def _ask(self, offered: Offered, avoid: Sequence[str]) -> Placed:
+        return self._directory.place(
+            offered.namespace, offered.salt, offered.hashes, self._peers.boot_id, offered.deadline, avoid
+        )
+
+    def _place(self, offered: Offered, status: npt.NDArray[np.uint8], avoid: Sequence[str]) -> Placed | None:
         """Where each block goes; with no master the node on this host. None: nowhere, ``status`` says why."""
         try:
-            return self._directory.place(
-                offered.namespace, offered.salt, offered.hashes, self._peers.boot_id, offered.deadline
-            )
+            return self._ask(offered, avoid)
         except WHOLE_CALL:
             raise
         except KVError as error:
@@ -128,6 +171,8 @@ class Writer:
                 continue
             pushed = self._push_all(peer, offered, run.where)
             status[run.where] = pushed.status
+            if (pushed.status == _NODE_LOST).any():
+                self._peers.lose(node.node_id)
             if pushed.durable is not None:
                 durable[run.where] = pushed.durable
             self._report_refused(offered, node, run.where, pushed.status)

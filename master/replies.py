@@ -29,6 +29,7 @@ def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]
         run_code=codes.tobytes(),
         run_length=lengths.astype("<u4").tobytes(),
         nodes=refs,
+        replicas=found.replicas,
     )
 
 

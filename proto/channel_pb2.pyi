@@ -122,7 +122,7 @@ class Lookup(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookupOk(_message.Message):
-    __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes")
+    __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes", "replicas")
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARD_HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class LookupOk(_message.Message):
     RUN_CODE_FIELD_NUMBER: _ClassVar[int]
     RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     not_yet: bool
     hit_blocks: int
     shard_hit_blocks: int
@@ -137,7 +138,8 @@ class LookupOk(_message.Message):
     run_code: bytes
     run_length: bytes
     nodes: _containers.RepeatedCompositeFieldContainer[NodeRef]
-    def __init__(self, not_yet: bool = ..., hit_blocks: _Optional[int] = ..., shard_hit_blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., run_code: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ...) -> None: ...
+    replicas: int
+    def __init__(self, not_yet: bool = ..., hit_blocks: _Optional[int] = ..., shard_hit_blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., run_code: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class NodeRef(_message.Message):
     __slots__ = ("node_id", "incarnation", "channel", "unix_path", "boot_id")

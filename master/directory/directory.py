@@ -48,7 +48,8 @@ class Found:
     """Where the blocks of a lookup are; arrays run over the asked hashes.
 
     ``codes`` is u16[n], 0 or 1 + 4 * slot + tier, for the asked shard; ``present`` is bool[n] after the
-    AND over all shards; ``ids`` is u32[n], the holder sets in the asked shard.
+    AND over all shards; ``ids`` is u32[n], the holder sets in the asked shard. ``replicas``: how many nodes have the
+    block that most nodes have.
     """
 
     codes: Codes
@@ -56,6 +57,7 @@ class Found:
     hit_blocks: int
     shard_hit_blocks: int
     ids: Ids
+    replicas: int = 0
 
 
 class _Report(NamedTuple):
@@ -351,7 +353,8 @@ class Directory:
         shard_hit_blocks = prefix_length(present)
         if shard_count > 1:
             present = self._with_sisters(present, group, shard, shard_count, salt, keys, boot_id)
-        return Found(codes, present, prefix_length(present), shard_hit_blocks, ids)
+        replicas = self._routes.replicas(ids, boot_id)
+        return Found(codes, present, prefix_length(present), shard_hit_blocks, ids, replicas)
 
     def _with_sisters(
         self,

@@ -24,13 +24,14 @@ LANES: Final = 16
 @dataclass(slots=True)
 class _Table:
     """The answers for askers of one host, by holder set. ``best`` u16[n]; ``many``: it has equals, found in ``lanes``
-    (u16[n, LANES]) where ``filled``; ``runs`` is 1 where they take turns in runs."""
+    (u16[n, LANES]) where ``filled``; ``runs`` is 1 where they take turns in runs. ``replicas``: nodes that have it."""
 
     best: Codes = field(default_factory=lambda: np.zeros(0, np.uint16))
     many: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     runs: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     filled: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     lanes: Codes = field(default_factory=lambda: np.zeros((0, LANES), np.uint16))
+    replicas: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     any_many: bool = False
 
 
@@ -88,6 +89,10 @@ class Routes:
                 codes[at] = self._in_turns(table, boot_id, ids[at], at, start)
         return self._around(codes, ids, boot_id, start, avoid) if avoid else codes
 
+    def replicas(self, ids: Ids, boot_id: str) -> int:
+        """How many nodes have the block that most of them have, of blocks with these holder sets; at most 255."""
+        return int(self._table(boot_id).replicas[ids].max(initial=0))
+
     def _in_turns(self, table: _Table, boot_id: str, ids: Ids, positions: npt.NDArray[np.int64], start: int) -> Codes:
         empty = ids[~table.filled[ids]]
         for set_id in np.unique(empty).tolist() if empty.size else ():
@@ -115,13 +120,16 @@ class Routes:
         """Location codes of the best replicas, all as good as each other, and whether they are on the asker's host."""
         ranked = [
             ((code & 3) + (0 if boot_id and self._hosts[code >> 2] == boot_id else 4), code)
-            for code in self._holders.visible(set_id)
-            if code & 3 != HIDDEN and code >> 2 in self._hosts and code >> 2 not in avoid
+            for code in self._routable(set_id)
+            if code >> 2 not in avoid
         ]
         if not ranked:
             return [], False
         best = min(ranked)[0]
         return [1 + code for rank, code in ranked if rank == best], best < 4
+
+    def _routable(self, set_id: int) -> list[int]:
+        return [code for code in self._holders.visible(set_id) if code & 3 != HIDDEN and code >> 2 in self._hosts]
 
     def _table(self, boot_id: str) -> _Table:
         if self._reuses != self._holders.reuses:
@@ -143,6 +151,8 @@ class Routes:
         table.best = np.concatenate((table.best, np.array(best, np.uint16)))
         table.many = np.concatenate((table.many, np.array([len(equals) > 1 for equals, _ in fresh], np.bool_)))
         table.runs = np.concatenate((table.runs, np.array([not near for _, near in fresh], np.uint8)))
+        nodes = [len({code >> 2 for code in self._routable(at)}) for at in range(first, self._holders.size)]
+        table.replicas = np.concatenate((table.replicas, np.minimum(nodes, 255).astype(np.uint8)))
         table.filled = np.concatenate((table.filled, np.zeros(len(fresh), np.bool_)))
         table.any_many = table.any_many or bool(table.many[first:].any())
         if table.any_many and len(table.lanes) < len(table.best):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import FingerprintMismatch, KVError, Unavailable
+from kvstrata.proto.errors import FingerprintMismatch, KVError, NotLeader, Unavailable
 from kvstrata.proto.keys import Namespace, split_hashes
 from kvstrata.proto.status import BlockStatus, HintKind, PlaceState
 from kvstrata.proto.wire import Kind
@@ -218,6 +218,11 @@ class FakeMaster:
     def __init__(self, nodes: dict[str, FakeNode], listen: str = "127.0.0.1:0") -> None:
         self.nodes = nodes
         self.where: dict[Key, str] = {}
+        #: Other nodes that have a block too, in the order in which they are named when the first is to be avoided.
+        self.also: dict[Key, list[str]] = {}
+        self.leads: bool | None = None
+        self.leader = ""
+        self.leader_epoch = 0
         self.present: npt.NDArray[np.bool_] | None = None
         self.place_at: list[str] = list(nodes)
         self.stripe = 4
@@ -249,7 +254,15 @@ class FakeMaster:
         self.address = self.server.listen_tcp(listen)
 
     def _hello(self, _: Session) -> pb.HelloOk:
-        return pb.HelloOk(role="master", cluster_id="c", incarnation=self.incarnation, software="fake")
+        return pb.HelloOk(
+            role="master",
+            cluster_id="c",
+            incarnation=self.incarnation,
+            software="fake",
+            leading=bool(self.leads),
+            leader=self.leader,
+            epoch=self.leader_epoch,
+        )
 
     def _open(self, _: ServerConnection, frame: Frame) -> Reply:
         self._trouble()
@@ -288,7 +301,7 @@ class FakeMaster:
         names = list(self.nodes)
         keys = self._keys(message.ns, message.salt, message.hashes)
         self.asked.append(message)
-        codes = [self._code(names, key) for key in keys]
+        codes = [self._code(names, key, message.avoid) for key in keys]
         hit = next((i for i, code in enumerate(codes) if not code), len(codes))
         reply = pb.LookupOk(
             not_yet=self.not_yet,
@@ -297,34 +310,39 @@ class FakeMaster:
             run_code=np.array(codes, np.uint16).tobytes(),
             run_length=np.ones(len(codes), np.uint32).tobytes(),
             nodes=[_ref(node) for node in self.nodes.values()],
+            replicas=max((1 + len(self.also.get(key, ())) for key in keys if key in self.where), default=0),
         )
         if self.present is not None:
             reply.present = np.packbits(self.present, bitorder="little").tobytes()
             reply.hit_blocks = int(self.present.argmin()) if not self.present.all() else len(codes)
         return Reply(Kind.LOOKUP_OK, reply.SerializeToString())
 
-    def _code(self, names: list[str], key: Key) -> int:
+    def _code(self, names: list[str], key: Key, avoid: Sequence[str]) -> int:
         if key not in self.where:
             return 0
-        return 1 + 4 * names.index(self.where[key]) + (key[2] in self.nodes[self.where[key]].on_ssd)
+        holders = [self.where[key], *self.also.get(key, ())]
+        node = next((name for name in holders if name not in avoid), holders[0])
+        return 1 + 4 * names.index(node) + (key[2] in self.nodes[node].on_ssd)
 
     def _place(self, _: ServerConnection, frame: Frame) -> Reply:
         self._trouble()
         message = expect(pb.Place, frame, Kind.PLACE)
+        self._must_lead()
         self.placed.append(message)
         if self.strict_epoch and message.epoch != self.epoch:
             raise FingerprintMismatch(f"weights of epoch {message.epoch}, the pool is at {self.epoch}: open it again")
         names = list(self.nodes)
+        place_at = [name for name in self.place_at if name not in message.avoid] or self.place_at
         codes, states = [], []
         for i, key in enumerate(self._keys(message.ns, message.salt, message.hashes)):
             if key in self.where:
                 codes.append(1 + 4 * names.index(self.where[key]))
                 states.append(PlaceState.PRESENT)
-            elif not self.place_at:
+            elif not place_at:
                 codes.append(0)
                 states.append(PlaceState.NOWHERE)
             else:
-                codes.append(1 + 4 * names.index(self.place_at[i // self.stripe % len(self.place_at)]))
+                codes.append(1 + 4 * names.index(place_at[i // self.stripe % len(place_at)]))
                 states.append(PlaceState.IN_FLIGHT if key[2] in self.in_flight else PlaceState.NEW)
         reply = pb.PlaceOk(
             run_code=np.array(codes, np.uint16).tobytes(),
@@ -334,19 +352,30 @@ class FakeMaster:
         )
         return Reply(Kind.PLACE_OK, reply.SerializeToString())
 
+    def _must_lead(self) -> None:
+        if self.leads is False:
+            told = f"the leader is {self.leader}" if self.leader else "there is none now"
+            raise NotLeader(f"this master does not lead: {told}")
+
     def _report(self, _: ServerConnection, frame: Frame) -> None:
         self.reports.append(expect(pb.MissReport, frame, Kind.MISS_REPORT))
 
     def _remove(self, _: ServerConnection, frame: Frame) -> Reply:
         self._trouble()
         message = expect(pb.Remove, frame, Kind.REMOVE)
+        self._must_lead()
         found = [k for k in self._keys(message.ns, message.salt, message.hashes) if self.where.pop(k, None)]
         reply = pb.RemoveOk(removed=len(found), unreached=self.unreached)
         return Reply(Kind.REMOVE_OK, reply.SerializeToString())
 
     def learn(self) -> None:
         """Take up what the nodes hold now."""
-        self.where = {key: node.node_id for node in self.nodes.values() for key in node.blocks}
+        holders: dict[Key, list[str]] = {}
+        for node in self.nodes.values():
+            for key in node.blocks:
+                holders.setdefault(key, []).append(node.node_id)
+        self.where = {key: names[0] for key, names in holders.items()}
+        self.also = {key: names[1:] for key, names in holders.items() if len(names) > 1}
 
     def stop(self) -> None:
         self.server.stop(0.1)
