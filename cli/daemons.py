@@ -87,6 +87,14 @@ def storage(
         int,
         size_flag(help="Bytes a second of SSD read back to find what has changed there; 0: none."),
     ] = 8 << 20,
+    copy_bandwidth: Annotated[
+        int,
+        size_flag(help="Bytes a second that copies from and to other nodes may take in all; 0: no bound."),
+    ] = 256 << 20,
+    drain_on_stop: Annotated[
+        float,
+        typer.Option(help="Seconds that SIGTERM waits for the node's blocks to be saved elsewhere; 0: none.", min=0),
+    ] = 0.0,
     eviction: Annotated[
         EvictionOrder,
         typer.Option(help="What leaves first: blocks used once, where that hits more often, or the least recent."),
@@ -122,6 +130,8 @@ def storage(
             ssd_key_file=ssd_key_file,
             eviction=eviction,
             scrub_rate=scrub_rate,
+            copy_bandwidth=copy_bandwidth,
+            drain_on_stop_s=drain_on_stop,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

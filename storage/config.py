@@ -22,6 +22,8 @@ MEMORY_SPARE_BYTES: Final = 64 << 20
 SSD_BYTES_MIN: Final = 8 << 20
 #: A terabyte in a day and a half, for about a hundredth of a core.
 SCRUB_RATE: Final = 8 << 20
+#: A fast network card keeps nine tenths for requests.
+COPY_BANDWIDTH: Final = 256 << 20
 _CGROUP_MAX: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_NOW: Final = Path("/sys/fs/cgroup/memory.current")
 
@@ -33,7 +35,9 @@ class StorageConfig:
     ``name`` becomes the node id when the data directory is new. ``slab_bytes`` None: an eighth of DRAM,
     4 to 256 MiB. ``ssd`` are directories, one a device, with the bytes to use of each; ``ssd_daily_writes``
     None: as many as come. ``scrub_rate``: bytes a second of SSDs read back for nobody, to find what has changed
-    there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted.
+    there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted. ``copy_bandwidth``:
+    bytes a second that copies from and to other nodes may take in all; 0: no bound. ``drain_on_stop_s``: how long
+    SIGTERM waits for the node to be drained; 0: not at all.
     """
 
     masters: tuple[str, ...]
@@ -50,6 +54,8 @@ class StorageConfig:
     ssd_key_file: Path | None = None
     eviction: EvictionOrder = EvictionOrder.SEGMENTED
     scrub_rate: int = SCRUB_RATE
+    copy_bandwidth: int = COPY_BANDWIDTH
+    drain_on_stop_s: float = 0.0
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""
@@ -60,6 +66,8 @@ class StorageConfig:
                 raise ConfigError(str(error)) from error
         if self.dram_bytes <= 0:
             raise ConfigError(f"dram is {self.dram_bytes} bytes: give the node some")
+        if self.copy_bandwidth < 0 or self.drain_on_stop_s < 0:
+            raise ConfigError("--copy-bandwidth and --drain-on-stop are 0 or more: 0 turns them off")
         available = memory_available()
         if not self.hugepages and self.dram_bytes + MEMORY_SPARE_BYTES > available:
             raise ConfigError(

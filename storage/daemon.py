@@ -23,7 +23,8 @@ def run(config: StorageConfig, on_ready: Callable[[dict[str, Any]], None]) -> in
     """Serve until SIGTERM or SIGINT; returns the exit code. Call from the main thread.
 
     ``on_ready`` gets the ready line's fields once the node serves, with or without a master in reach.
-    Raises :class:`ConfigError` when it cannot start. A second signal does not hurry a stop: it is bounded.
+    Raises :class:`ConfigError` when it cannot start. With a time for it, the node is drained before it stops; a
+    second signal ends that. It does not hurry the stop itself, which is bounded.
     """
     raise_open_files()
     asked = threading.Event()
@@ -40,6 +41,8 @@ def run(config: StorageConfig, on_ready: Callable[[dict[str, Any]], None]) -> in
             on_ready(node.start())
             asked.wait()
             log.info("stopping", signal=signal.Signals(received[0]).name)
+            if config.drain_on_stop_s and config.masters:
+                node.drain(config.drain_on_stop_s, lambda: len(received) > 1)
         finally:
             node.stop()
     finally:

@@ -78,6 +78,9 @@ class NodeCollector(Collector):
             yield CounterMetricFamily(f"kvstrata_node_{name}", text, value=counts[name])
         yield self._slots(totals.slots)
         yield from _devices(totals.devices)
+        yield from _copies(self._report.copies())
+        draining = float(bool(self._report.drain()["state"]))
+        yield GaugeMetricFamily("kvstrata_node_draining", "1 while the node takes no new blocks", value=draining)
         yield GaugeMetricFamily("kvstrata_node_clients", "client sessions", value=self._report.clients())
         attached = GaugeMetricFamily("kvstrata_node_master_attached", "1 while attached", labels=["master"])
         for link in self._report.links:
@@ -121,6 +124,27 @@ def _family(name: str, text: str, label: str, values: Mapping[str, int]) -> Metr
     return family
 
 
+#: What copies count apart from outcomes of blocks taken.
+_COPIED_PLAIN = {
+    "taken_bytes": "payload bytes taken from other nodes",
+    "given": "blocks sent to other nodes",
+    "given_bytes": "payload bytes sent to other nodes",
+    "given_from_ssd": "of the blocks sent, those that were read from SSD for it",
+    "surplus": "replicas let go of, since other nodes have the blocks",
+    "orders_refused": "orders to copy that were refused",
+}
+_TAKEN = ("taken", "present", "missing", "corrupt", "no_room", "failed")
+
+
+def _copies(counts: Mapping[str, int]) -> Iterable[Metric]:
+    orders = counts["orders"]
+    yield GaugeMetricFamily("kvstrata_node_copy_orders", "orders to copy that are under way", value=orders)
+    outcomes = {each: counts[each] for each in _TAKEN}
+    yield _family("copy_blocks", "blocks to be taken from other nodes, by outcome", "outcome", outcomes)
+    for name, text in _COPIED_PLAIN.items():
+        yield CounterMetricFamily(f"kvstrata_node_copy_{name}", text, value=counts[name])
+
+
 def _devices(devices: Sequence[Device]) -> Iterable[Metric]:
     serving = GaugeMetricFamily("kvstrata_node_device_serving", "1 while an SSD serves", labels=["device"])
     events = CounterMetricFamily("kvstrata_node_device", "what an SSD has done", labels=["device", "what"])
@@ -133,7 +157,8 @@ def _devices(devices: Sequence[Device]) -> Iterable[Metric]:
 
 
 def node_app(report: NodeReport) -> Starlette:
-    """``/metrics``, ``/healthz`` (503 with the same body when something is wrong), ``/readyz``, ``/tenants``.
+    """``/metrics``, ``/healthz`` (503 with the same body when something is wrong), ``/readyz`` (503 while the node is
+    leaving), ``/tenants``.
 
     ``/tenants?salt=A&salt=B`` gives these tenants' bytes and shares on this node, without ``salt`` all of them.
     """
@@ -149,7 +174,9 @@ def node_app(report: NodeReport) -> Starlette:
         return JSONResponse(health, status_code=200 if health["healthy"] else 503)
 
     def readyz(_: Request) -> Response:
-        return PlainTextResponse("ready\n")  # the node serves from before this port listens until after it closes
+        # The node serves from before this port listens until after it closes; a leaving one takes no new blocks.
+        state = report.drain()["state"]
+        return PlainTextResponse(f"{state or 'ready'}\n", status_code=503 if state else 200)
 
     def tenants(request: Request) -> Response:
         return JSONResponse({"tenants": report.tenants(request.query_params.getlist("salt") or None)})

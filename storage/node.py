@@ -27,6 +27,13 @@ from kvstrata.storage.checking.background import BackgroundScrub
 from kvstrata.storage.checking.node_check import NodeChecks
 from kvstrata.storage.checking.scrubber import Scrubber
 from kvstrata.storage.config import StorageConfig, open_keys, open_store
+from kvstrata.storage.copying.bandwidth import Pace
+from kvstrata.storage.copying.copier import Copier
+from kvstrata.storage.copying.farewell import Farewell
+from kvstrata.storage.copying.offers import BOUND_S as OFFERS_BOUND_S
+from kvstrata.storage.copying.offers import TURN_S as OFFERS_S
+from kvstrata.storage.copying.offers import Drains
+from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.eviction.orders import LruOrder, Order
 from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.eviction.setting import EvictionOrder
@@ -34,6 +41,7 @@ from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.masters.attach import MasterLink, advertised
 from kvstrata.storage.masters.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
+from kvstrata.storage.masters.copy_orders import CopyOrders
 from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
@@ -95,6 +103,10 @@ class StorageNode:
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd = self._ssd_tier(store) if store is not None else None
+        self.pace = Pace(config.copy_bandwidth)
+        moves = self.ssd.moves if self.ssd is not None else None
+        self.copier = Copier(self.state, self.lock, self.pace, moves, self._changed)
+        self.drains = Drains(self.state, self.lock)
         self.commands = Commands(self.state, self.lock, policies, self._eraser(), keys)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
@@ -134,7 +146,10 @@ class StorageNode:
         if self.ssd is not None:
             self.ssd.recover()
             movers = self.ssd.movers
-        handlers = NodeChannel(self.state, self.lock, changed=self._changed, info=self.report.health, movers=movers)
+        source = CopySource(self.state, self.lock, self.pace, self.ssd.moves if self.ssd is not None else None)
+        handlers = NodeChannel(
+            self.state, self.lock, changed=self._changed, info=self.report.health, movers=movers, copies=source
+        )
         checks = self._checks()
         served = {**handlers.handlers(), **checks.handlers()}
         self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops)
@@ -144,6 +159,11 @@ class StorageNode:
             self._ends.append(self.ssd.stop)
         self._ends.append(lambda: self.server.stop(STOP_S))
         self._ends.append(checks.stop)
+        self._ends.append(self.copier.stop)
+        self.copier.start(self.loops)
+        drains = self.loops.add(Loop("drain", OFFERS_S, self.drains.turn, bound_s=OFFERS_BOUND_S))
+        self.drains.wake = drains.wake
+        self._watched.append(self.drains.problem)
         self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
         orders = self.loops.add(Loop("commands", TURN_S, self.commands.turn, bound_s=TURN_BOUND_S))
         self.commands.wake = orders.wake
@@ -173,6 +193,7 @@ class StorageNode:
             self._watched.append(self.sidecar.problem)
             self.loops.add(Loop("heartbeat", TEND_S, self.sidecar.tend))
         self._ends.append(self._leave_masters)
+        copies = CopyOrders(self.state, self.lock, self.copier, self.drains, self._changed)
         for master in self.config.masters:
             link = MasterLink(
                 master,
@@ -182,6 +203,7 @@ class StorageNode:
                 self._attach,
                 self.report.node_status,
                 self._acknowledged,
+                copies,
             )
             self.links.append(link)
             self._watched.append(link.problem)
@@ -270,6 +292,13 @@ class StorageNode:
         return len(self.server.sessions) if self.channel else 0
 
     # ------------------------------------------------------------------ stop
+
+    def drain(self, budget_s: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Have what is here saved elsewhere, for at most so long, serving meanwhile; True when that was done.
+
+        ``hurry`` is asked now and then whether to give up.
+        """
+        return Farewell(self.state, self.lock, self.drains, self.links).wait(budget_s, hurry)
 
     def _leave_masters(self) -> None:
         for link in self.links:

@@ -127,6 +127,7 @@ class NodeReport:
         """For ``/healthz`` and NODE_INFO: JSON-ready."""
         problems = self.problems()
         totals = dataclasses.asdict(self.totals())
+        drain, copies = self.drain(), self.copies()
         slots = totals.pop("slots")
         return {
             "healthy": not problems,
@@ -138,10 +139,22 @@ class NodeReport:
             "clients": self.clients(),
             "masters": [dataclasses.asdict(link.status()) for link in self.links],
             "shares_revision": self._commands.kept_revision,
+            "drain": drain,
+            "copies": copies,
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],
             **totals,
         }
+
+    def drain(self) -> dict[str, Any]:
+        """Whether the node is on its way out, and how far it is."""
+        with self._lock:
+            return self._state.draining.facts(time.monotonic())
+
+    def copies(self) -> dict[str, int]:
+        """Orders to copy that are under way, and blocks and bytes copied from and to other nodes since the start."""
+        with self._lock:
+            return {"orders": len(self._state.copies), **dataclasses.asdict(self._state.copies.counts)}
 
     def tenants(self, salts: Sequence[str] | None) -> list[dict[str, Any]]:
         """Bytes and share of tenants on this node, as they are now; of the named ones, or of all that use anything."""
@@ -167,6 +180,7 @@ class NodeReport:
             used = [dict(inventory.policy.charges) for inventory in tiers]
             wanted = [inventory.take_wanted() for inventory in tiers]
             moved_out, moved_in = self._state.counts.bytes_out, self._state.counts.bytes_in
+            copied = self._state.copies.counts.taken_bytes
         dram, ssd = used[0], used[1] if len(used) > 1 else {}
         self._wanted.add(wanted[0], wanted[1] if len(wanted) > 1 else {})
         tenants = self._wanted.report(dram, ssd, told)
@@ -195,6 +209,7 @@ class NodeReport:
             reservations=totals.reservations,
             bytes_out=moved_out,
             bytes_in=moved_in,
+            bytes_copied=copied,
         )
 
 

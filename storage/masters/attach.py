@@ -19,6 +19,7 @@ from kvstrata.proto.control_pb2_grpc import MasterStub
 from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.masters.commands import Commands
+from kvstrata.storage.masters.copy_orders import CopyOrders
 from kvstrata.storage.masters.outbox import ATTACH_S, Outbox
 from kvstrata.storage.masters.usage import Told
 from kvstrata.storage.state import NodeState
@@ -65,7 +66,7 @@ class MasterLink:
     """One master, by its channel address.
 
     ``attach`` builds the attach message; it is given the host by which the master was reached. ``commands``
-    carries out what the master orders.
+    carries out what the master orders, ``copies`` what it orders of copies and drains.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class MasterLink:
         attach: Callable[[str], control.Attach],
         status: Callable[[Told], control.NodeStatus],
         acknowledged: Callable[[], None],
+        copies: CopyOrders | None = None,
     ) -> None:
         self.master = master
         self.attached = False
@@ -87,6 +89,7 @@ class MasterLink:
         self._attach = attach
         self._status = status
         self._acknowledged = acknowledged
+        self._copies = copies
         self._identity = Identity.new("node")
         self._outbox: Outbox | None = None
         self._call: Any = None
@@ -105,6 +108,10 @@ class MasterLink:
         outbox = self._outbox
         if outbox is not None:
             outbox.wake()
+
+    def line(self) -> Outbox | None:
+        """Where the master is told something now; None while it is not attached."""
+        return self._outbox if self.attached else None
 
     def status(self) -> LinkStatus:
         outbox = self._outbox
@@ -209,6 +216,8 @@ class MasterLink:
             self._commands.orphaned(message.orphaned)
         elif body == "shares":
             self._commands.share(message.shares)
+        elif self._copies is not None:
+            self._copies.heard(message, outbox)
 
     def _on_attached(self, attached: control.AttachOk, outbox: Outbox) -> None:
         self._commands.attached(attached)

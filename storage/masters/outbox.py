@@ -55,7 +55,7 @@ class Outbox:
         self._resync = True
         self._detach = ""
         self._next_status = 0.0
-        self._done: deque[control.CommandDone] = deque()
+        self._answers: deque[Message] = deque()
 
     # ------------------------------------------------------------------ from other threads
 
@@ -69,8 +69,17 @@ class Outbox:
         self._changed.set()
 
     def confirm(self, done: control.CommandDone) -> None:
-        self._done.append(done)
+        self.tell(Message(done=done))
+
+    def tell(self, message: Message) -> None:
+        """Say this after the deltas of all that has happened so far."""
+        self._answers.append(message)
         self._changed.set()
+
+    @property
+    def waiting(self) -> int:
+        """Messages of :meth:`tell` that have not had their turn yet."""
+        return len(self._answers)
 
     def detach(self, reason: str) -> None:
         """Say goodbye after what is still to be said, and end."""
@@ -112,9 +121,11 @@ class Outbox:
 
     def _due(self) -> Iterator[Message]:
         # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
-        done = [self._done.popleft() for _ in range(len(self._done))]
+        answers = [self._answers.popleft() for _ in range(len(self._answers))]
         if self._resync:
             yield from self._snapshot()
+            if self._detach and self._resync:
+                return  # a goodbye does not wait for the rest of a snapshot
         with self._lock:
             self._state.deltas.close_batch()
             batches = self._state.deltas.after(self.sent_seq)
@@ -125,8 +136,7 @@ class Outbox:
         for batch in batches:
             yield Message(delta=_delta(batch))
             self.sent_seq = batch.seq
-        for each in done:
-            yield Message(done=each)
+        yield from answers
 
     def _snapshot(self) -> Iterator[Message]:
         """Shelf by shelf: later ones may already hold what deltas after the cut will say again."""
@@ -137,7 +147,8 @@ class Outbox:
         part = control.Snapshot(cut_seq=cut, first=True)
         room = PART_HASHES
         for inventory, key in shelves:
-            if self.over:
+            if self.over or self._detach:
+                self._resync = True
                 return
             with self._lock:
                 holding = self._state.holding(inventory, key)

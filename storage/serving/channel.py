@@ -19,6 +19,7 @@ from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import HintKind
 from kvstrata.proto.wire import Kind
+from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.serving.messages import parsed, reply, u32s
 from kvstrata.storage.serving.reads import ReadHandlers
 from kvstrata.storage.serving.regions import RegionAsk, RegionBook
@@ -33,7 +34,8 @@ from kvstrata.transfer.sessions import ServerConnection, Session
 
 class NodeChannel:
     """All handlers of a node. ``lock`` is the state's; ``changed`` is called after changes that the
-    directory should hear of; ``info`` gives what NODE_INFO answers; ``movers`` work the SSD, if there is one."""
+    directory should hear of; ``info`` gives what NODE_INFO answers; ``movers`` work the SSD, if there is one;
+    ``copies`` serve other nodes."""
 
     def __init__(
         self,
@@ -44,13 +46,14 @@ class NodeChannel:
         info: Callable[[], Mapping[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
         movers: Movers | None = None,
+        copies: CopySource | None = None,
     ) -> None:
         self.regions = RegionBook()
         self._state = state
         self._lock = lock
         self._info = info
         self._clock = clock
-        self._reads = ReadHandlers(state, lock, clock, movers)
+        self._reads = ReadHandlers(state, lock, clock, movers, copies)
         self._writes = WriteHandlers(state, lock, self.regions, changed, clock, movers)
 
     def handlers(self) -> dict[int, Handler]:

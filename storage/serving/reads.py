@@ -16,6 +16,7 @@ from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX
 from kvstrata.proto.status import SLOT_ROW, BlockStatus, Tier
 from kvstrata.proto.wire import RAW_BYTES_MAX, Kind
+from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.records import VISIBLE
 from kvstrata.storage.serving.messages import parsed, reply, u64s
@@ -27,7 +28,7 @@ from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 
-_LEASE, _INLINE, _PREFETCH = range(3)
+_LEASE, _INLINE, _PREFETCH, _COPY = range(4)
 #: A read waits for the SSD for this part of its caller's deadline: the answer has to travel, too.
 WAIT_SHARE: Final = 0.9
 #: However patient the caller is, its thread is not held for longer.
@@ -37,7 +38,7 @@ _LOADED = int(BlockStatus.LOADED)
 
 
 class ReadHandlers:
-    """Over one :class:`NodeState` and its lock; ``movers`` when the node has an SSD."""
+    """Over one :class:`NodeState` and its lock; ``movers`` when the node has an SSD, ``copies`` for other nodes."""
 
     def __init__(
         self,
@@ -45,21 +46,26 @@ class ReadHandlers:
         lock: threading.Lock,
         clock: Callable[[], float],
         movers: Movers | None = None,
+        copies: CopySource | None = None,
     ) -> None:
         self._state = state
         self._lock = lock
         self._clock = clock
         self._movers = movers
+        self._copies = copies
 
     def handlers(self) -> dict[int, Handler]:
         return {Kind.ACQUIRE: self._acquire, Kind.RELEASE: self._release, Kind.RENEW: self._renew}
 
     def _acquire(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Acquire, frame)
-        if message.mode > _PREFETCH:
+        if message.mode > _COPY:
             raise InvalidArgument(
-                f"acquire mode {message.mode} is unknown: 0 leases, 1 sends the bytes, 2 reads ahead into memory"
+                f"acquire mode {message.mode} is unknown: 0 leases, 1 sends the bytes, 2 reads ahead into memory, "
+                "3 sends them to another node"
             )
+        if message.mode == _COPY:
+            return self._copy(connection, message)
         releases = u64s(message.releases)
         if message.mode == _PREFETCH:
             return self._prefetch(connection, message, releases)
@@ -77,6 +83,12 @@ class ReadHandlers:
             if got.blocks and not inline:  # the reader copies them itself
                 self._state.counts.bytes_out += len(got.blocks) * got.blocks[0].shelf.entry.block_bytes
         return self._with_bytes(got, tiers) if inline else _with_slots(got, tiers, seconds)
+
+    def _copy(self, connection: ServerConnection, message: pb.Acquire) -> Reply:
+        role = connection.owner.hello.role
+        if self._copies is None or role != "node":
+            raise InvalidArgument(f"acquire mode 3 is for nodes, and this is a {role or 'peer without a role'}")
+        return self._copies.answer(message)
 
     # ------------------------------------------------------------------ from SSD
 
