@@ -65,6 +65,7 @@ class MasterChannel:
     def hello(self, session: Session) -> pb.HelloOk:
         """Who this is, and where else it listens: a wildcard host becomes the one the asker came by."""
         host = _host_of(session)
+        leading, leader = self._hub.leads()
         return pb.HelloOk(
             software=SOFTWARE,
             role="master",
@@ -74,6 +75,8 @@ class MasterChannel:
             channel=_reachable(self._endpoints.channel, host),
             grpc=_reachable(self._endpoints.grpc, host),
             http=_reachable(self._endpoints.http, host),
+            leading=leading,
+            leader=_reachable(self._endpoints.channel, host) if leading else leader,
         )
 
     # ------------------------------------------------------------------ frames

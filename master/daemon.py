@@ -16,7 +16,10 @@ from kvstrata.master.channel import Endpoints, MasterChannel
 from kvstrata.master.content.calls import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
+from kvstrata.master.leadership.campaign import Campaign
+from kvstrata.master.leadership.roll import Roll, announced
 from kvstrata.master.service import serve
+from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.master.stores.opening import open_store
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
@@ -46,6 +49,7 @@ class MasterConfig:
     grace_s: float = 5.0
     seed: int | None = None
     state_password_file: Path | None = None
+    advertise: str | None = None  #: the host by which clients and other masters reach this one
 
 
 class Master:
@@ -65,12 +69,14 @@ class Master:
         self._stops.append(store.close)
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)
         self._stops.append(self.hub.journal.flush)
+        self._advertise = config.advertise
+        self.roll = Roll(self.hub, store, self._record)
         self.loops = Loops()
         self._stops.append(lambda: self.loops.stop(STOP_S))
         channel = MasterChannel(self.hub, self.endpoints)
         self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops)
         self.views = Views(self.hub, self.server.sessions, self.loops)
-        grpc_server, self.endpoints.grpc = serve(self.hub, self.views, config.grpc)
+        grpc_server, self.endpoints.grpc = serve(self.hub, self.views, self.roll, config.grpc)
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
         self._stops.append(lambda: self.hub.close_sessions("the master stops"))
         web = WebServer(application(self.hub, self.views, Tenants(self.hub, Content(self.hub))), config.http)
@@ -79,6 +85,20 @@ class Master:
         self.hub.start(self.loops)
         self._stops.append(lambda: self.server.stop(STOP_S / 2))
         self.endpoints.channel = self.server.listen_tcp(config.listen)
+        if store.shared:
+            self._campaign(store)
+
+    def _campaign(self, store: StateStore) -> None:
+        campaign = Campaign(self.hub, store, self._record)
+        self.views.troubles.append(campaign.problems)
+        campaign.start(self.loops)
+        self._stops.append(campaign.resign)
+
+    def _record(self) -> LeaderRecord:
+        """Where others reach this master."""
+        own = self.endpoints
+        channel, grpc, http = (announced(each, self._advertise) for each in (own.channel, own.grpc, own.http))
+        return LeaderRecord(self.hub.master_id, 0, channel, grpc, http)
 
     def ready(self) -> dict[str, object]:
         """What the ready line says."""
@@ -90,6 +110,7 @@ class Master:
             "http": self.endpoints.http,
             "pid": os.getpid(),
             "cluster_id": self.hub.cluster_id,
+            "leading": self.hub.standing().leading,
         }
 
     def stop(self) -> None:

@@ -370,6 +370,12 @@ class Hub:
         leader = self.leader()
         return "this master does not lead: " + (f"the leader is {leader}" if leader else "there is none now")
 
+    def leads(self) -> tuple[bool, str]:
+        """Whether this master leads, and else where the leader's channel is; "" when none is known to lead."""
+        with self._lock:
+            leading = self._state.leading
+        return leading, "" if leading else self.leader()
+
     def standing(self) -> Standing:
         """A copy: whether this master leads, and what it has heard."""
         with self._lock:

@@ -14,6 +14,7 @@ from kvstrata.master import messages as m
 from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import attach_of, events_of, message_of, stamped
 from kvstrata.master.hub import Hub
+from kvstrata.master.leadership.roll import Roll
 from kvstrata.master.outbox import Outbox
 from kvstrata.master.replication.calls import Replicating
 from kvstrata.master.replies import lookup_ok, place_ok
@@ -58,7 +59,8 @@ T = TypeVar("T")
 class MasterService(control_pb2_grpc.MasterServicer):
     """The servicer. Errors of ours become status codes with their text."""
 
-    def __init__(self, hub: Hub, views: Views) -> None:
+    def __init__(self, hub: Hub, views: Views, roll: Roll) -> None:
+        self._roll = roll
         self._hub = hub
         self._views = views
         self._content = Content(hub)
@@ -106,6 +108,9 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def ListClients(self, request: pb.Empty, context: grpc.ServicerContext) -> control.ClientList:
         return _answered(context, self._views.clients)
+
+    def ListMasters(self, request: pb.Empty, context: grpc.ServicerContext) -> control.MasterList:
+        return _answered(context, self._roll.masters)
 
     def ListNamespaces(self, request: pb.Empty, context: grpc.ServicerContext) -> control.NamespaceList:
         return _answered(context, self._views.namespaces)
@@ -224,11 +229,11 @@ class _SyncStream:
             outbox.close(reason)
 
 
-def serve(hub: Hub, views: Views, address: str) -> tuple[grpc.Server, str]:
+def serve(hub: Hub, views: Views, roll: Roll, address: str) -> tuple[grpc.Server, str]:
     """Start a server on ``HOST:PORT``; returns it and its real address. Raises :class:`ConfigError`."""
     pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kvstrata-grpc")
     server = grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=THREADS_MAX)
-    control_pb2_grpc.add_MasterServicer_to_server(MasterService(hub, views), server)  # type: ignore[no-untyped-call]
+    control_pb2_grpc.add_MasterServicer_to_server(MasterService(hub, views, roll), server)  # type: ignore[no-untyped-call]
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
@@ -21,6 +21,7 @@ class Views:
     """Reads the hub, the channel's sessions and the loops. Every call is bounded and changes nothing."""
 
     def __init__(self, hub: Hub, sessions: Mapping[bytes, Session], loops: Loops) -> None:
+        self.troubles: list[Callable[[], list[str]]] = []  #: what else may be a problem
         self._hub = hub
         self._sessions = sessions
         self._loops = loops
@@ -46,7 +47,9 @@ class Views:
         report.uptime_seconds = self._hub.uptime_s()
         report.clients = len(self._client_sessions())
         report.problems.extend([*self._loops.problems(), *filter(None, [self._hub.journal.problem()])])
+        report.problems.extend(text for ask in self.troubles for text in ask())
         report.healthy = not report.problems
+        report.leading, report.leader = self._hub.leads()
         for name, age_s in self._loops.ages_s().items():
             report.loop_age_seconds[name] = age_s
         return report
@@ -158,7 +161,9 @@ def _namespace_list(state: MasterState, now: float) -> control.NamespaceList:
 
 def _totals(state: MasterState, now: float) -> control.HealthReport:
     active = sum(node.state is NodeState.ACTIVE for node in state.nodes)
+    standing = state.standing
     return control.HealthReport(
+        epoch=standing.epoch if standing.leading else standing.heard,
         ready=not state.recovering(now),
         blocks=state.directory.blocks,
         nodes_active=active,

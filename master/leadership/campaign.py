@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,8 @@ LISTED_MS: Final = 5000
 TURN_BOUND_S: Final = 15.0
 #: How long the last known leader is listened for while the store is silent.
 PROBE_S: Final = 0.5
+#: How long a master that stops waits for a turn to end.
+RESIGN_S: Final = 2.0
 
 
 def answers(address: str) -> bool:
@@ -60,6 +63,7 @@ class Campaign:
         self._lost = False  #: the store may lack what this master leads by
         self._was_leader = False  #: what it knew then may never have been saved
         self._loop: Loop | None = None
+        self._turning = threading.Lock()
         hub.leader = self.leader
         hub.store_problem = lambda: self.election.problem
         hub.deposed = self._wake
@@ -83,6 +87,10 @@ class Campaign:
 
     def turn(self) -> None:
         """Ask the store, and act on what it says. Bounded by what the store's calls are."""
+        with self._turning:
+            self._turn()
+
+    def _turn(self) -> None:
         standing = self._hub.standing()
         self._act(self.election.told(standing.heard, standing.contested, self._clock()), "a node obeys a later leader")
         try:
@@ -180,5 +188,10 @@ class Campaign:
     def resign(self) -> None:
         """This process stops: write what waits, then let another master take the lease at once."""
         self._hub.journal.flush()
-        self._act(self.election.resign(self._clock()), "this master stops")
-        self._give_up_lease()
+        if not self._turning.acquire(timeout=RESIGN_S):
+            return  # the store hangs; the lease ends by itself
+        try:
+            self._act(self.election.resign(self._clock()), "this master stops")
+            self._give_up_lease()
+        finally:
+            self._turning.release()

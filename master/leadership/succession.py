@@ -6,7 +6,7 @@ grants, orders that are not confirmed) is taken from the store, and nodes attach
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from kvstrata.master import messages as m
@@ -65,10 +65,14 @@ def adopt(state: MasterState, saved: Saved, now: float) -> None:
             state.emit(m.Report("a saved namespace is refused", {"group": group.namespace.group, "reason": str(error)}))
             continue
         state.clearing.learned([(group.namespace.group, group.epoch)], now)
-    _adopt_roster(state.membership, saved.nodes)
+    _adopt_roster(state.membership, saved.nodes, now)
+    state.replication.load(saved.replicas, saved.nodes)
 
 
-def _adopt_roster(membership: Membership, nodes: Iterable[m.SaveNode]) -> None:
+def _adopt_roster(membership: Membership, nodes: Collection[m.SaveNode], now: float) -> None:
+    rostered = {saved.node_id for saved in nodes}
+    for known in [known for known in membership.nodes if known.node_id not in rostered and known.attachment is None]:
+        membership.remove(known, now)
     for saved in nodes:
         node = membership.nodes.get(saved.node_id)
         if node is None:
@@ -131,6 +135,7 @@ def everything(state: MasterState) -> list[m.Save]:
     writes += [stone.saved() for stone in state.tombstones]
     writes += [scope.saved() for scope in state.clearing.scopes]
     writes += [m.SavePolicy(salt, policy) for salt, policy in quotas.policies.items()]
+    writes += state.replication.rules.rows()
     if quotas.denies or quotas.fallback != m.TenantPolicy(""):
         writes.append(m.SaveFallback(quotas.fallback, quotas.denies))
     return writes
@@ -138,7 +143,7 @@ def everything(state: MasterState) -> list[m.Save]:
 
 def rows(saved: Saved) -> list[m.Save]:
     """The writes that make a store what it was when ``saved`` was loaded."""
-    writes: list[m.Save] = [*saved.nodes, *saved.tombstones, *saved.scopes, *saved.grants]
+    writes: list[m.Save] = [*saved.nodes, *saved.tombstones, *saved.scopes, *saved.grants, *saved.replicas]
     writes += [m.SaveGroup(replace(group.namespace, shard=0), group.epoch) for group in saved.groups]
     writes += [m.SavePolicy(policy.salt, policy) for policy in saved.policies]
     if saved.fallback is not None:
