@@ -222,9 +222,9 @@ class Copies:
         if name in self._pauses or len(self._pauses) < PAUSES_MAX:
             self._pauses[name] = _Pause(now + seconds, seconds)
 
-    def paused(self, node_id: str, salt: str, now: float) -> bool:
-        """Whether a node, or a tenant on it, is to be left alone yet."""
-        names = ((node_id, ""), (node_id, _tenant(salt)))
+    def paused(self, node_id: str, salt: str | None, now: float) -> bool:
+        """Whether a node, or a tenant on it (None: of no tenant), is to be left alone yet."""
+        names = [(node_id, "")] if salt is None else [(node_id, ""), (node_id, _tenant(salt))]
         return any((pause := self._pauses.get(name)) is not None and now < pause.until for name in names)
 
     def check(self) -> None:

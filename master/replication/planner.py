@@ -113,7 +113,7 @@ class Planner:
         sources = [
             (node, tier)
             for node, tier in self._replicas.sources(set_id)
-            if node.linked and not self._copies.paused(node.node_id, "", now)
+            if node.linked and not self._copies.paused(node.node_id, None, now)
         ]
         if not sources:
             return len(rows), BUSY
@@ -127,7 +127,7 @@ class Planner:
         while done < len(rows):
             fit, tier_there = _fit(targets, table.salt, tier, group.block_bytes, holders, hosts, why)
             if not fit:
-                return len(rows) - done, NOWHERE
+                return len(rows) - done, BUSY if targets.held_up(holders) else NOWHERE
             pair = self._pair(sources, fit, group.block_bytes)
             if pair is None:
                 return len(rows) - done, BUSY

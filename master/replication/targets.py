@@ -49,7 +49,7 @@ class Targets:
     """For one moment: what is free is counted down as copies are ordered."""
 
     def __init__(self, takers: Iterable[Node], quotas: Quotas, copies: Copies, now: float) -> None:
-        self._takers = [node for node in takers if node.linked and node.usage is not None]
+        self._takers = list(takers)
         self._quotas = quotas
         self._copies = copies
         self._now = now
@@ -66,6 +66,14 @@ class Targets:
         ]
         return sorted(fit, key=lambda target: (target.host in hosts, -target.worth, target.node.node_id))
 
+    def held_up(self, holders: Collection[str]) -> bool:
+        """Whether a node that has no replica yet takes none only for the moment."""
+        return any(
+            not node.linked or node.usage is None or self._copies.paused(node.node_id, None, self._now)
+            for node in self._takers
+            if node.node_id not in holders
+        )
+
     def _of(self, salt: str, tier: Tier) -> list[Target]:
         known = self._known.get((salt, tier))
         if known is None:
@@ -80,7 +88,8 @@ class Targets:
         return known
 
     def _target(self, node: Node, tier: Tier, salt: str) -> Target | None:
-        assert node.attachment is not None and node.usage is not None
+        if node.attachment is None or node.usage is None or not node.linked:
+            return None
         if self._copies.paused(node.node_id, salt, self._now):
             return None
         under_way = self._copies.bytes_to(node.node_id)

@@ -6,7 +6,6 @@ What is dropped is found again by the scan of the directory, if it still lacks r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -37,6 +36,10 @@ class Piece:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def like(self, other: Piece) -> bool:
+        """Whether blocks of both may be looked at together."""
+        return (self.table, self.pressing, self.attempts) == (other.table, other.pressing, other.attempts)
+
     def of(self, rows: Rows) -> Piece:
         return replace(self, rows=rows)
 
@@ -66,21 +69,20 @@ class Waiting:
             self._blocks += len(fits)
 
     def take(self, most: int, now: float) -> Piece | None:
-        """Up to ``most`` blocks of the first piece; None when nothing is due."""
+        """Up to ``most`` blocks of the first piece, and of those like it that follow; None when nothing is due."""
         if not self._pieces or self._pieces[0].due > now:
             return None
-        piece = self._pieces.popleft()
-        if len(piece) > most:
-            self._pieces.appendleft(piece.of(piece.rows[most:]))
-            piece = piece.of(piece.rows[:most])
-        self._blocks -= len(piece)
-        return piece
-
-    def back(self, pieces: Iterable[Piece]) -> None:
-        """Pieces that were taken are first again, in their order."""
-        for piece in reversed(list(pieces)):
-            self._pieces.appendleft(piece)
-            self._blocks += len(piece)
+        first = self._pieces.popleft()
+        parts, count = [first.rows], len(first)
+        while count < most and self._pieces and self._pieces[0].due <= now and self._pieces[0].like(first):
+            parts.append(self._pieces.popleft().rows)
+            count += len(parts[-1])
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if count > most:
+            self._pieces.appendleft(first.of(rows[most:]))
+            rows = rows[:most]
+        self._blocks -= len(rows)
+        return first.of(rows)
 
     def clear(self) -> None:
         self._pieces.clear()
