@@ -7,24 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstrata.cli.sizes import addresses_flag
-from kvstrata.proto.errors import Unavailable
 
 if TYPE_CHECKING:
     from kvstrata.client.admin import AdminClient
 
-Master = Annotated[str, addresses_flag("--master", help="Channel address of a master.", envvar="KVSTRATA_MASTER")]
+Master = Annotated[
+    str, addresses_flag("--master", help="Channel address of a master; several with commas.", envvar="KVSTRATA_MASTER")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_MASTER = "127.0.0.1:7400"
 
 
 def ask(masters: str) -> AdminClient:
-    """The first of comma-separated masters that answers; raises :class:`Unavailable` when none does."""
+    """An admin client of comma-separated masters; raises :class:`Unavailable` when none answers."""
     from kvstrata.client.admin import AdminClient
 
-    reasons = []
-    for address in masters.split(","):
-        try:
-            return AdminClient(address)
-        except Unavailable as error:
-            reasons.append(str(error))
-    raise Unavailable("; ".join(reasons))
+    return AdminClient(masters)

@@ -3,78 +3,139 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from kvstrata.client.masters import leader_in, parse_masters
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
-from kvstrata.proto.errors import Busy, InvalidArgument, KVError, Refused, Unavailable
+from kvstrata.proto.errors import Busy, InvalidArgument, KVError, NotLeader, Refused, Unavailable
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity
 
 CALL_S: Final = 5.0
 MESSAGE_BYTES_MAX: Final = 64 << 20
+#: Calls that change nothing begin with one of these: what one master does not answer, another may.
+_QUESTIONS: Final = ("Health", "List", "Explain")
+#: Calls about the very master that is asked.
+_OWN: Final = frozenset({"Health", "ListClients", "ListMasters"})
+#: How the text of a :class:`NotLeader` begins, where nothing was changed.
+_NOT_LEADER: Final = "this master does not lead"
 
 R = TypeVar("R", bound=Message)
 
 
-class AdminClient:
-    """One master, found by its channel address: the hello there names its gRPC endpoint.
+class _Link:
+    """One master's gRPC, found by its channel address: the hello there names it."""
 
-    Every call ends within ``timeout_s`` (those that wait for nodes: ``wait_s`` later) and raises
-
-    * :class:`Unavailable` with what to do, when the master cannot be reached,
-    * :class:`InvalidArgument` for values that cannot be (a negative limit, floors that do not fit),
-    * :class:`Refused` otherwise.
-    """
-
-    def __init__(self, master: str, *, timeout_s: float = CALL_S) -> None:
-        self.address = master
-        self.timeout_s = timeout_s
-        self.hello = self._greet(master)
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.hello = _greet(address)
         options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.enable_http_proxy", 0)]
         self._channel = grpc.insecure_channel(self.hello.grpc, options)
         self._stub = MasterStub(self._channel)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _greet(master: str) -> pb.HelloOk:
+    def call(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:
+        """Raises what the master's refusal means; see :class:`AdminClient`, and :class:`NotLeader`."""
+        started = time.monotonic()
         try:
-            connection = Connection.open(master, Identity.new(role="admin"), connect_s=1.0, silence_s=1.0)
-        except Unavailable as error:
-            raise Unavailable(f"no master at {master}: {error}. Is it running, and is this its channel?") from error
-        connection.close()
-        hello = connection.hello
-        if hello.role != "master":
-            raise InvalidArgument(f"{master} is a {hello.role or 'stranger'}, not a master: give a master's channel")
-        if not hello.grpc:
-            raise Unavailable(f"the master at {master} names no gRPC endpoint: start it with --grpc HOST:PORT")
-        return hello
+            answer = getattr(self._stub, rpc)(request, timeout=timeout_s)
+            assert isinstance(answer, kind)
+            return answer
+        except grpc.RpcError as error:
+            raise self._meaning(error, time.monotonic() - started) from error
+
+    def _meaning(self, error: grpc.RpcError, took_s: float) -> KVError:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        text = error.details() if isinstance(error, grpc.Call) else str(error)
+        if text and _NOT_LEADER in text:
+            return NotLeader(text)
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(f"the master's gRPC at {self.hello.grpc} gave no answer in {took_s:.1f} s")
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(f"cannot reach the master's gRPC at {self.hello.grpc}: {text}. Is the port open?")
+        if code == grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidArgument(text or "the master calls an argument invalid")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Busy(f"the master is busy: {text}")
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return Refused(f"the master ({self.hello.software}) does not know this call: it is older than this client")
+        return Refused(f"the master refused: {text}")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _greet(master: str) -> pb.HelloOk:
+    try:
+        connection = Connection.open(master, Identity.new(role="admin"), connect_s=1.0, silence_s=1.0)
+    except Unavailable as error:
+        raise Unavailable(f"no master at {master}: {error}. Is it running, and is this its channel?") from error
+    connection.close()
+    hello = connection.hello
+    if hello.role != "master":
+        raise InvalidArgument(f"{master} is a {hello.role or 'stranger'}, not a master: give a master's channel")
+    if not hello.grpc:
+        raise Unavailable(f"the master at {master} names no gRPC endpoint: start it with --grpc HOST:PORT")
+    return hello
+
+
+class AdminClient:
+    """The masters of a pool, by their channel addresses: ``"HOST:PORT"``, several with commas.
+
+    What concerns one master (its health, its clients) is asked of the first that answers, all else of the leader.
+    A question that it does not answer goes to the next one; a change goes to whoever leads, once.
+
+    Every call ends within ``timeout_s`` a master that is asked (those that wait for nodes: ``wait_s`` later) and
+    raises
+
+    * :class:`Unavailable` with what to do, when no master can be reached, or none leads for now,
+    * :class:`InvalidArgument` for values that cannot be (a negative limit, floors that do not fit),
+    * :class:`Refused` otherwise.
+    """
+
+    def __init__(self, masters: str, *, timeout_s: float = CALL_S) -> None:
+        self.timeout_s = timeout_s
+        self._addresses = parse_masters(masters)
+        self._links: dict[str, _Link] = {}
+        self._first = next(self._reachable())
+        self._leader = self._first.address if self._first.hello.leading else self._first.hello.leader
+
+    @property
+    def address(self) -> str:
+        """The channel of the master that answered first."""
+        return self._first.address
+
+    @property
+    def hello(self) -> pb.HelloOk:
+        """What that master said of itself."""
+        return self._first.hello
 
     # ------------------------------------------------------------------ the pool
 
     def health(self) -> control.HealthReport:
-        return self._call(control.HealthReport, self._stub.Health, pb.Empty())
+        return self._call(control.HealthReport, "Health", pb.Empty())
 
     def nodes(self) -> list[control.NodeRow]:
-        listed = self._call(control.NodeList, self._stub.ListNodes, pb.Empty())
+        listed = self._call(control.NodeList, "ListNodes", pb.Empty())
         return list(listed.nodes)
 
     def clients(self) -> list[control.ClientRow]:
-        listed = self._call(control.ClientList, self._stub.ListClients, pb.Empty())
+        listed = self._call(control.ClientList, "ListClients", pb.Empty())
         return list(listed.clients)
 
     def masters(self) -> control.MasterList:
         """Every master that this one knows of, itself included, and who leads."""
-        return self._call(control.MasterList, self._stub.ListMasters, pb.Empty())
+        return self._call(control.MasterList, "ListMasters", pb.Empty())
 
     def namespaces(self) -> list[control.NamespaceRow]:
         """One row a shard."""
-        listed = self._call(control.NamespaceList, self._stub.ListNamespaces, pb.Empty())
+        listed = self._call(control.NamespaceList, "ListNamespaces", pb.Empty())
         return list(listed.namespaces)
 
     # ------------------------------------------------------------------ nodes that leave, and replicas
@@ -85,21 +146,19 @@ class AdminClient:
         Returns its row at once: :meth:`nodes` shows how far the drain is.
         """
         asked = control.NodeDrain(node_id=node_id, budget_ms=min(int(budget_s * 1e3), (1 << 32) - 1), cancel=cancel)
-        return self._call(control.NodeRow, self._stub.DrainNode, asked)
+        return self._call(control.NodeRow, "DrainNode", asked)
 
     def remove_node(self, node_id: str, *, force: bool = False) -> control.NodeRow:
         """Take a node off the roster. ``force``: although it is here."""
-        return self._call(control.NodeRow, self._stub.RemoveNode, control.NodeRemove(node_id=node_id, force=force))
+        return self._call(control.NodeRow, "RemoveNode", control.NodeRemove(node_id=node_id, force=force))
 
     def set_replicas(self, count: int, *, group: str = "", salt: str | None = None) -> control.ReplicasList:
         """So many replicas for a tenant (``salt``), a namespace group, or by default; 0 takes the number away."""
-        return self._call(
-            control.ReplicasList, self._stub.SetReplicas, control.Replicas(group=group, salt=salt, count=count)
-        )
+        return self._call(control.ReplicasList, "SetReplicas", control.Replicas(group=group, salt=salt, count=count))
 
     def list_replicas(self) -> control.ReplicasList:
         """The numbers that are set, the default, and the replicas that are missing and too many."""
-        return self._call(control.ReplicasList, self._stub.ListReplicas, pb.Empty())
+        return self._call(control.ReplicasList, "ListReplicas", pb.Empty())
 
     # ------------------------------------------------------------------ tenants
 
@@ -108,13 +167,11 @@ class AdminClient:
 
         ``what_if``: with hit rates predicted for other quotas.
         """
-        return self._call(control.TenantList, self._stub.ListTenants, control.TenantQuery(salts=salts, what_if=what_if))
+        return self._call(control.TenantList, "ListTenants", control.TenantQuery(salts=salts, what_if=what_if))
 
     def set_tenant(self, policy: control.TenantPolicy, *, dry_run: bool = False) -> control.TenantChanged:
         """Give one tenant its policy, whole: an absent limit is none. ``dry_run`` says what would be."""
-        return self._call(
-            control.TenantChanged, self._stub.SetTenant, control.TenantSet(policy=policy, dry_run=dry_run)
-        )
+        return self._call(control.TenantChanged, "SetTenant", control.TenantSet(policy=policy, dry_run=dry_run))
 
     def set_default(
         self, policy: control.TenantPolicy, *, deny: bool = False, dry_run: bool = False
@@ -122,7 +179,7 @@ class AdminClient:
         """The policy of salts without one of their own (``policy.salt`` means nothing). ``deny``: they store
         nothing."""
         asked = control.TenantSet(policy=policy, is_default=True, deny=deny, dry_run=dry_run)
-        return self._call(control.TenantChanged, self._stub.SetTenant, asked)
+        return self._call(control.TenantChanged, "SetTenant", asked)
 
     def remove_tenant(
         self, salt: str, *, drop_blocks: bool = False, erase: bool = False, dry_run: bool = False, wait_s: float = 5.0
@@ -130,7 +187,7 @@ class AdminClient:
         """Take a tenant's policy away: the default applies. ``drop_blocks``: its blocks go too, everywhere;
         ``erase``: and are overwritten on SSD."""
         asked = control.TenantRemove(salt=salt, drop_blocks=drop_blocks, erase=erase, dry_run=dry_run)
-        return self._call(control.TenantChanged, self._stub.RemoveTenant, asked, wait_s if drop_blocks else 0.0)
+        return self._call(control.TenantChanged, "RemoveTenant", asked, wait_s if drop_blocks else 0.0)
 
     # ------------------------------------------------------------------ content
 
@@ -139,9 +196,7 @@ class AdminClient:
 
         ``unreached`` in the answer: nodes that did not confirm within ``wait_s``; the master goes on telling them.
         """
-        return self._call(
-            control.Dropped, self._stub.BumpEpoch, control.GroupName(group=group, deadline_ms=_ms(wait_s)), wait_s
-        )
+        return self._call(control.Dropped, "BumpEpoch", control.GroupName(group=group, deadline_ms=_ms(wait_s)), wait_s)
 
     def drop(
         self,
@@ -164,7 +219,7 @@ class AdminClient:
             dry_run=dry_run,
             deadline_ms=_ms(wait_s),
         )
-        return self._call(control.Dropped, self._stub.DropBlocks, scope, wait_s)
+        return self._call(control.Dropped, "DropBlocks", scope, wait_s)
 
     def list_blocks(
         self, group: str = "", salt: str | None = None, *, hash_prefix: bytes = b"", limit: int = 0
@@ -173,12 +228,12 @@ class AdminClient:
         query = control.BlockQuery(
             group=group, salt=salt or "", any_salt=salt is None, hash_prefix=hash_prefix, limit=limit
         )
-        return self._call(control.BlockList, self._stub.ListBlocks, query)
+        return self._call(control.BlockList, "ListBlocks", query)
 
     def remove_blocks(self, spec: pb.NamespaceSpec, salt: str, hashes: bytes, *, wait_s: float = 5.0) -> pb.RemoveOk:
         """Take single blocks (``hashes`` packed) out of the pool for good."""
         asked = control.NamedRemove(spec=spec, salt=salt, hashes=hashes, deadline_ms=_ms(wait_s))
-        return self._call(pb.RemoveOk, self._stub.RemoveBlocks, asked, wait_s)
+        return self._call(pb.RemoveOk, "RemoveBlocks", asked, wait_s)
 
     def explain(
         self, *, request: str = "", block_hash: bytes = b"", group: str = "", salt: str | None = None
@@ -187,36 +242,77 @@ class AdminClient:
         query = control.ExplainQuery(request=request, hash=block_hash, group=group)
         if salt is not None:
             query.salt = salt
-        return self._call(control.Explanation, self._stub.Explain, query)
+        if not request or len(self._addresses) == 1:
+            return self._call(control.Explanation, "Explain", query)
+        unknown: InvalidArgument | None = None
+        for link in self._reachable():  # a request is remembered where it was asked
+            try:
+                return link.call(control.Explanation, "Explain", query, self.timeout_s)
+            except InvalidArgument as error:
+                unknown = error
+            except Unavailable as error:
+                unknown = unknown or InvalidArgument(f"request {request!r} is not known; and {error}")
+        assert unknown is not None
+        raise unknown
 
     # ------------------------------------------------------------------ calls
 
-    def _call(self, kind: type[R], method: Callable[..., object], request: Message, wait_s: float = 0.0) -> R:
-        started = time.monotonic()
+    def _call(self, kind: type[R], rpc: str, request: Message, wait_s: float = 0.0) -> R:
+        timeout_s = self.timeout_s + wait_s
         try:
-            answer = method(request, timeout=self.timeout_s + wait_s)
-            assert isinstance(answer, kind)
-            return answer
-        except grpc.RpcError as error:
-            raise self._meaning(error, time.monotonic() - started) from error
+            return self._ask_leader(kind, rpc, request, timeout_s)
+        except Unavailable as error:
+            if not rpc.startswith(_QUESTIONS):
+                raise
+            problem = error
+        for link in self._reachable(problem):
+            try:
+                return link.call(kind, rpc, request, timeout_s)
+            except (Unavailable, NotLeader) as error:
+                problem = Unavailable(f"{problem}; {error}")
+        raise problem
 
-    def _meaning(self, error: grpc.RpcError, took_s: float) -> KVError:
-        code = error.code() if isinstance(error, grpc.Call) else None
-        text = error.details() if isinstance(error, grpc.Call) else str(error)
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unavailable(f"the master's gRPC at {self.hello.grpc} gave no answer in {took_s:.1f} s")
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"cannot reach the master's gRPC at {self.hello.grpc}: {text}. Is the port open?")
-        if code == grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidArgument(text or "the master calls an argument invalid")
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return Busy(f"the master is busy: {text}")
-        if code == grpc.StatusCode.UNIMPLEMENTED:
-            return Refused(f"the master ({self.hello.software}) does not know this call: it is older than this client")
-        return Refused(f"the master refused: {text}")
+    def _ask_leader(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:
+        """Ask the leader, or the first master where it does not matter or none is known; follow once who is named."""
+        try:
+            link = self._first if rpc in _OWN or not self._leader else self._link(self._leader)
+        except Unavailable:
+            link = self._first  # the leader of the last hello is gone: that master knows who is next
+        try:
+            return link.call(kind, rpc, request, timeout_s)
+        except NotLeader as error:
+            self._leader = leader_in(str(error))
+            if not self._leader or not str(error).startswith(_NOT_LEADER):
+                raise Unavailable(f"{error}: try again in a few seconds") from error
+        try:
+            return self._link(self._leader).call(kind, rpc, request, timeout_s)
+        except (Unavailable, NotLeader) as error:
+            raise Unavailable(f"the leader, {self._leader}, does not answer as one: {error}. Try again") from error
+
+    def _link(self, address: str) -> _Link:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = _Link(address)
+        return link
+
+    def _reachable(self, problem: KVError | None = None) -> Iterator[_Link]:
+        """Every configured master that says hello; raises :class:`Unavailable` after the last if there was none."""
+        reasons = [str(problem)] if problem else []
+        found = False
+        for address in self._addresses:
+            try:
+                link = self._link(address)
+            except Unavailable as error:
+                reasons.append(str(error))
+                continue
+            found = True
+            yield link
+        if not found:
+            raise Unavailable("; ".join(reasons))
 
     def close(self) -> None:
-        self._channel.close()
+        for link in self._links.values():
+            link.close()
 
     def __enter__(self) -> AdminClient:
         return self
