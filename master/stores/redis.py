@@ -61,8 +61,8 @@ class RedisStore:
         self._scripts = {
             text: self._client.register_script(text)
             for text in (
-                scripts.OPEN, scripts.SAVE, scripts.CAMPAIGN, scripts.RESIGN, scripts.ANNOUNCE, scripts.MASTERS,
-                *UPGRADES.values(),
+                scripts.OPEN, scripts.LOAD, scripts.SAVE, scripts.CAMPAIGN, scripts.RESIGN, scripts.ANNOUNCE,
+                scripts.MASTERS, *UPGRADES.values(),
             )
         }  # fmt: skip
         try:
@@ -128,14 +128,7 @@ class RedisStore:
 
     def load(self) -> Saved:
         """Everything durable, of one moment. Raises :class:`ConfigError` when a row makes no sense."""
-
-        def call() -> list[Any]:
-            with self._client.pipeline(transaction=True) as pipe:
-                for name in ("facts", *ROW_KEYS):
-                    pipe.hgetall(self._address.prefix + name)
-                return list(pipe.execute())
-
-        facts, *hashes = self._call(call)
+        facts, *hashes = (dict(zip(*[iter(flat)] * 2, strict=True)) for flat in self._run(scripts.LOAD)[1:])
         self._check(facts)
         try:
             saved = saved_of(facts, hashes)

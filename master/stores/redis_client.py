@@ -69,7 +69,7 @@ class RedisClient:
 
     def _error(self, error: Exception) -> KVError:
         known = self._library.exceptions
-        text = str(error) or type(error).__name__
+        text = str(error).partition(" script: ")[0] or type(error).__name__
         if isinstance(error, known.ReadOnlyError):  # whoever takes writes is elsewhere by now: look again
             self.redis.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, self._library.sentinel.MasterNotFoundError):
@@ -77,13 +77,15 @@ class RedisClient:
         for secret in self._address.secrets():
             text = text.replace(secret, "***")
         refused = isinstance(error, (known.AuthenticationError, known.AuthorizationError, known.NoPermissionError))
-        if not self._answered and (refused or "NOAUTH" in text or "WRONGPASS" in text):
+        if not self._answered and (refused or any(sign in text for sign in _LOGIN)):
             return ConfigError(f"state store {self.where}: {text}; correct the user and the password of --state")
         if not self._answered and any(sign in text for sign in _WRONG):
             return ConfigError(f"state store {self.where}: {text}; correct --state")
         return Unavailable(f"state store {self.where}: {text}")
 
 
+#: In the text of what a login would mend. Without one, a long command is refused for its length.
+_LOGIN: Final = ("NOAUTH", "Authentication required", "unauthenticated", "WRONGPASS")
 #: In the text of what waiting will not mend.
 _WRONG: Final = ("WRONGTYPE", "CERTIFICATE_VERIFY_FAILED", "KEY_VALUES_MISMATCH", "DB index is out of range", "MOVED")
 

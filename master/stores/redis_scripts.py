@@ -138,6 +138,14 @@ return answer
 """
 )
 
+#: Reads only, all of one moment. Answers fields and values of the facts, then of each hash of rows. A transaction would
+#: do, if a Redis that is full did not refuse it.
+LOAD: Final = """
+local answer = {'ok', redis.call('HGETALL', KEYS[1])}
+for at = 4, #KEYS do answer[#answer + 1] = redis.call('HGETALL', KEYS[at]) end
+return answer
+"""
+
 #: Arguments as :data:`_OURS`, but the id is the one to take if there is none. Answers the id that holds.
 OPEN: Final = """
 local has = redis.call('HMGET', KEYS[1], 'format', 'cluster_id')

@@ -156,6 +156,13 @@ def test_a_write_of_a_greater_epoch_is_taken_and_remembered(opener: Opener) -> N
     assert store.campaign(B, LONG_MS).epoch == 10
 
 
+def test_who_leads_is_among_the_masters(opener: Opener) -> None:
+    store = opener()
+    store.announce(A, LONG_MS)
+    store.campaign(A, LONG_MS)
+    assert store.masters() == [dataclasses.replace(A, epoch=1)]
+
+
 # ------------------------------------------------------------------ both do the same
 
 NAMES = st.sampled_from(["", "a", "b/é", "c\0", "\U0001f600"])
