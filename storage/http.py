@@ -86,6 +86,9 @@ class NodeCollector(Collector):
         for link in self._report.links:
             attached.add_metric([link.master], float(link.attached))
         yield attached
+        epoch, refused = self._report.leader()
+        yield GaugeMetricFamily("kvstrata_node_leader_epoch", "of the leader that is obeyed", value=epoch)
+        yield CounterMetricFamily("kvstrata_node_orders_refused", "orders of masters that do not lead", value=refused)
         ages = GaugeMetricFamily("kvstrata_node_loop_age_seconds", "since a loop's last turn", labels=["loop"])
         for loop, age in self._report.loops.ages_s().items():
             ages.add_metric([loop], age)

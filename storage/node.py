@@ -248,6 +248,8 @@ class StorageNode:
 
     def _attach(self, host: str) -> control.Attach:
         with self.lock:
+            fence = self.commands.fence
+            leader_epoch, leader_id = fence.epoch, fence.leader_id
             shares = shares_told(self.state.quotas.shares())
             epochs = [
                 control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in self.state.known.epochs.items()
@@ -268,6 +270,8 @@ class StorageNode:
             software=SOFTWARE,
             protocol=wire.PROTOCOL,
             pid=os.getpid(),
+            leader_epoch=leader_epoch,
+            leader_id=leader_id,
         )
 
     def _expire(self) -> None:
@@ -282,8 +286,9 @@ class StorageNode:
             link.wake()
 
     def _acknowledged(self) -> None:
-        """Forget what every attached master has applied; the others get a snapshot when they come."""
-        acked = [link.acked_seq for link in self.links if link.attached]
+        """Forget what every master has applied; those that have been away for long get a snapshot when they come."""
+        now = time.monotonic()
+        acked = [link.acked_seq for link in self.links if link.catches_up(now)]
         if acked:
             with self.lock:
                 self.state.deltas.trim(min(acked))

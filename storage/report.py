@@ -139,6 +139,8 @@ class NodeReport:
             "clients": self.clients(),
             "masters": [dataclasses.asdict(link.status()) for link in self.links],
             "shares_revision": self._commands.kept_revision,
+            "leader_epoch": self.leader()[0],
+            "orders_refused": self.leader()[1],
             "drain": drain,
             "copies": copies,
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
@@ -150,6 +152,11 @@ class NodeReport:
         """Whether the node is on its way out, and how far it is."""
         with self._lock:
             return self._state.draining.facts(time.monotonic())
+
+    def leader(self) -> tuple[int, int]:
+        """The epoch of the leader that is obeyed, and how many orders of others were refused since the start."""
+        with self._lock:
+            return self._commands.fence.epoch, self._commands.fence.refused
 
     def copies(self) -> dict[str, int]:
         """Orders to copy that are under way, and blocks and bytes copied from and to other nodes since the start."""
@@ -210,6 +217,7 @@ class NodeReport:
             bytes_out=moved_out,
             bytes_in=moved_in,
             bytes_copied=copied,
+            leader_epoch=self._commands.fence.epoch,
         )
 
 

@@ -120,6 +120,7 @@ class NodeState:
         order: Callable[[], Order] = LruOrder,
     ) -> None:
         self.counts = Counts()
+        self.drops = 0  #: deltas do not tell of what went by these
         self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
         self.inventory = Inventory(arena, policy or IsolatedLRU(order), self.deltas, self.counts, quotas=self.quotas)
@@ -179,6 +180,7 @@ class NodeState:
 
     def drop(self, group: str, salt: str | None, now: float) -> int:
         """Everything of a group ("": of all) and a tenant (None: of all) goes, as by :meth:`set_epoch`."""
+        self.drops += 1
         return self._retire(group, salt, Departure.DROPPED, now)
 
     def _retire(self, group: str, salt: str | None, why: Departure, now: float) -> int:

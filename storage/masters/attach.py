@@ -33,6 +33,8 @@ BACKOFF_MAX_S: Final = 1.0
 #: A link whose threads have not come round for this long is a problem.
 STUCK_S: Final = 10.0
 HELLO_SILENCE_S: Final = 1.0
+#: For a master that is away for less than this, deltas are kept within the log's bound.
+CATCH_UP_S: Final = 60.0
 MESSAGE_BYTES_MAX: Final = 16 << 20
 _WILDCARDS: Final = ("0.0.0.0", "[::]")
 
@@ -91,6 +93,8 @@ class MasterLink:
         self._acknowledged = acknowledged
         self._copies = copies
         self._identity = Identity.new("node")
+        self._lost_at: float | None = None
+        self._drops: int | None = None  #: drops of which this master knows; None: it knows of nothing here
         self._outbox: Outbox | None = None
         self._call: Any = None
         self._cluster_id = ""
@@ -108,6 +112,10 @@ class MasterLink:
         outbox = self._outbox
         if outbox is not None:
             outbox.wake()
+
+    def catches_up(self, now: float) -> bool:
+        """Whether deltas are kept for this master: it is attached, or was lately and may go on from where it was."""
+        return self.attached or (self._lost_at is not None and now - self._lost_at < CATCH_UP_S)
 
     def line(self) -> Outbox | None:
         """Where the master is told something now; None while it is not attached."""
@@ -159,7 +167,7 @@ class MasterLink:
         """Attach and stay attached until the stream ends."""
         target, host = self._find()
         channel = grpc.insecure_channel(target, options=_OPTIONS)
-        outbox = Outbox(self._state, self._lock, self._attach(host), self._status)
+        outbox = Outbox(self._state, self._lock, self._attach(host), self._status, self._drops)
         timer = threading.Timer(ATTACH_S, self._give_up, [outbox])
         timer.daemon = True
         try:
@@ -171,7 +179,10 @@ class MasterLink:
             raise Unavailable("the master ended the stream")
         finally:
             timer.cancel()
+            if self.attached:
+                self._lost_at = time.monotonic()
             self.attached = False
+            self._drops = outbox.drops
             outbox.end()
             self._outbox = None
             self._call = None
@@ -196,22 +207,27 @@ class MasterLink:
     # ------------------------------------------------------------------ what the master says
 
     def _heard(self, message: control.MasterMessage, outbox: Outbox) -> None:
-        self._commands.heard()
         body = message.WhichOneof("body")
+        refusal = self._commands.obeys(message.leader_epoch, message.leader_id)
+        if not refusal:
+            self._commands.heard()
         if body == "attached":
-            self._on_attached(message.attached, outbox)
+            self._on_attached(message.attached, outbox, leads=not refusal)
         elif body == "ack":
             self.acked_seq = message.ack.seq
             self._acknowledged()
         elif body == "resync":
             log.info("snapshot asked for", master=self.master, reason=message.resync.reason)
             outbox.resync()
+        elif refusal:
+            self._refuse(message, refusal, outbox)
         elif body == "remove":
             self._commands.remove(message.remove, outbox.confirm)
         elif body == "epoch":
             self._commands.advance(message.epoch, outbox.confirm)
         elif body == "drop":
             self._commands.drop(message.drop, outbox.confirm)
+            outbox.knows_drops()
         elif body == "orphaned":
             self._commands.orphaned(message.orphaned)
         elif body == "shares":
@@ -219,15 +235,31 @@ class MasterLink:
         elif self._copies is not None:
             self._copies.heard(message, outbox)
 
-    def _on_attached(self, attached: control.AttachOk, outbox: Outbox) -> None:
-        self._commands.attached(attached)
+    def _refuse(self, message: control.MasterMessage, refusal: str, outbox: Outbox) -> None:
+        """What is ordered by a master that does not lead is not done; it learns who does from the next report."""
+        body = str(message.WhichOneof("body"))
+        self._commands.refused(body, refusal)
+        command = getattr(getattr(message, body), "command", 0)
+        if body == "copy":
+            outbox.tell(control.NodeMessage(copied=control.CopyDone(command=command, error=refusal)))
+        elif command:
+            outbox.confirm(control.CommandDone(command=command, error=refusal))
+        outbox.report_soon()
+
+    def _on_attached(self, attached: control.AttachOk, outbox: Outbox, *, leads: bool) -> None:
+        if leads:
+            self._commands.attached(attached)
         self._cluster_id = attached.cluster_id
         self._attaches += 1
-        self.acked_seq = 0
+        resumed = outbox.resume(attached.resume_seq)
+        self.acked_seq = attached.resume_seq if resumed else 0
         self.attached = True
         self._why = ""
         outbox.attached.set()
-        log.info("attached", master=self.master, cluster_id=attached.cluster_id, session=attached.session)
+        log.info(
+            "attached", master=self.master, cluster_id=attached.cluster_id, session=attached.session,
+            leads=leads, resumed=resumed,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ stop
 

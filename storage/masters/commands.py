@@ -22,6 +22,7 @@ from kvstrata.proto.keys import Namespace, check_salt
 from kvstrata.proto.limits import limits_of
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.eviction.quotas import NodeShare, share_problem
+from kvstrata.storage.masters.fence import Fence
 from kvstrata.storage.masters.policies import Policies, PolicyFile
 from kvstrata.storage.records import Lease, Shelf
 from kvstrata.storage.ssd.base import Extent, Removal
@@ -87,6 +88,7 @@ class Commands:
     ) -> None:
         self.kept_revision = state.quotas.revision  #: of the shares that hold and would survive a restart; 0: none yet
         self.wake: Callable[[], None] = lambda: None  #: runs a turn soon
+        self.fence = Fence() if file is None else file.fence()
         self._state = state
         self._lock = lock
         self._file = file
@@ -95,6 +97,7 @@ class Commands:
         self._clock = clock
         self._changes = 0
         self._kept = 0
+        self._kept_epoch = self.fence.epoch  #: of the leader that a restart would remember
         self._retry_at = 0.0
         self._file_problem = ""
         self._shares_problem = ""
@@ -109,8 +112,26 @@ class Commands:
 
     # ------------------------------------------------------------------ what masters say
 
+    def obeys(self, epoch: int, leader_id: str) -> str:
+        """Why what a master says as the leader of ``epoch`` is not obeyed; "" when it is. Kept over a restart."""
+        with self._lock:
+            before = self.fence.epoch
+            refusal = self.fence.admit(epoch, leader_id)
+            if self.fence.epoch != before:
+                self._changes += 1
+        if self.fence.epoch != before:
+            log.info("a leader is obeyed", epoch=epoch, leader=leader_id)
+            self.wake()
+        return refusal
+
+    def refused(self, order: str, why: str) -> None:
+        """An order was not carried out: whoever gave it does not lead."""
+        with self._lock:
+            self.fence.refused += 1
+        log.warning("an order was refused", order=order, reason=why)
+
     def heard(self) -> None:
-        """Any message of a master: shares stand for another time to live."""
+        """Any message of the leader: shares stand for another time to live."""
         with self._lock:
             self._state.quotas.renewed(self._clock())
 
@@ -217,6 +238,8 @@ class Commands:
         if len(self._fresh) >= WAITING_MAX:
             _end(order, f"{WAITING_MAX} orders wait for this node's disks")
             return
+        if self.fence.epoch != self._kept_epoch:
+            order.kept = True  # whom it came from must not be forgotten either
         self._fresh.append(order)
         self.wake()
 
@@ -254,7 +277,8 @@ class Commands:
                 return ""
             if not urgent and now < self._retry_at:
                 return self._file_problem
-            policies = Policies(self._state.quotas.to_json(), dict(self._state.known.epochs))
+            leader = self.fence.epoch, self.fence.leader_id
+            policies = Policies(self._state.quotas.to_json(), dict(self._state.known.epochs), leader)
         if self._file is not None:
             try:
                 self._file.save(policies)
@@ -266,7 +290,7 @@ class Commands:
                 return problem
         self._file_problem = ""
         with self._lock:
-            self._kept = changes
+            self._kept, self._kept_epoch = changes, leader[0]
             if changes == self._changes:
                 self.kept_revision = revision
         return ""

@@ -41,7 +41,9 @@ class Outbox:
         lock: threading.Lock,
         attach: control.Attach,
         status: Callable[[Told], control.NodeStatus],
+        drops: int | None = None,
     ) -> None:
+        self.drops = drops  #: of the node's, so many are known to the master; None: it has no inventory yet
         self.attached = threading.Event()
         self.over = False
         self.beat = time.monotonic()
@@ -61,6 +63,27 @@ class Outbox:
 
     def wake(self) -> None:
         """Something has changed."""
+        self._changed.set()
+
+    def resume(self, seq: int) -> bool:
+        """The master has all deltas up to ``seq``: True when it needs no snapshot to go on from there.
+
+        Drops are not among the deltas: a master that has missed one needs a snapshot.
+        """
+        with self._lock:
+            log = self._state.deltas
+            if not 0 < seq < log.open_seq or self.drops != self._state.drops or log.after(seq) is None:
+                return False
+            self.sent_seq, self._resync = seq, False
+        return True
+
+    def knows_drops(self) -> None:
+        """The master itself has ordered what was dropped last."""
+        self.drops = self._state.drops
+
+    def report_soon(self) -> None:
+        """Let the next report be the next that is said."""
+        self._next_status = 0.0
         self._changed.set()
 
     def resync(self) -> None:
@@ -122,7 +145,7 @@ class Outbox:
     def _due(self) -> Iterator[Message]:
         # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
         answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        if self._resync:
+        if self._resync or self.drops != self._state.drops:
             yield from self._snapshot()
             if self._detach and self._resync:
                 return  # a goodbye does not wait for the rest of a snapshot
@@ -143,6 +166,7 @@ class Outbox:
         self._resync = False
         with self._lock:
             cut = self._state.deltas.close_batch()
+            self.drops = self._state.drops
             shelves = self._state.shelves()
         part = control.Snapshot(cut_seq=cut, first=True)
         room = PART_HASHES

@@ -1,4 +1,4 @@
-"""What the node was told and must still know after a restart: shares, the fallback, weight epochs.
+"""What the node was told and must still know after a restart: shares, the fallback, weight epochs, who leads.
 
 One file in the data directory, replaced whole. Its first line names the format and the body's length and
 checksum; the body is JSON. A file that is not as it was written stops the start: to go on without it would
@@ -20,6 +20,7 @@ import xxhash
 from kvstrata.proto.errors import ConfigError, KVError
 from kvstrata.storage import durable_file
 from kvstrata.storage.eviction.quotas import QuotaBook
+from kvstrata.storage.masters.fence import Fence
 
 FORMAT: Final = 1
 #: A file beyond this is not one of ours.
@@ -29,10 +30,11 @@ _FILE: Final = "policies.json"
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """``quotas`` is what :class:`~.quotas.QuotaBook` gave, ``epochs`` by group."""
+    """``quotas`` is what :class:`~.quotas.QuotaBook` gave, ``epochs`` by group; ``leader``: epoch and id."""
 
     quotas: dict[str, object]
     epochs: dict[str, int] = field(default_factory=dict)
+    leader: tuple[int, str] = (0, "")
 
 
 class PolicyFile:
@@ -68,13 +70,16 @@ class PolicyFile:
         try:
             kept = json.loads(body)
             quotas, epochs = kept["quotas"], kept["epochs"]
+            epoch, leader_id = kept.get("leader", (0, ""))
         except (ValueError, TypeError, KeyError) as error:
             raise self._damaged(str(error)) from error
         if not isinstance(epochs, dict) or not all(type(epoch) is int and epoch >= 0 for epoch in epochs.values()):
             raise self._damaged("its weight epochs are no numbers")
         if not isinstance(quotas, dict):
             raise self._damaged("its shares are no object")
-        return Policies(quotas, epochs)
+        if type(epoch) is not int or epoch < 0 or not isinstance(leader_id, str):
+            raise self._damaged("its leader has no epoch")
+        return Policies(quotas, epochs, (epoch, leader_id))
 
     def restored(self) -> tuple[QuotaBook, dict[str, int]]:
         """What the node works by until a master is heard: shares, and weight epochs by group; as :meth:`load`."""
@@ -86,9 +91,14 @@ class PolicyFile:
         except (KVError, AssertionError) as error:
             raise self._damaged(str(error)) from error
 
+    def fence(self) -> Fence:
+        """Whom the node obeyed last; as :meth:`load`."""
+        kept = self.load()
+        return Fence() if kept is None else Fence(*kept.leader)
+
     def save(self, policies: Policies) -> None:
         """Durable when it returns. Raises :class:`OSError`; what was saved before then stands."""
-        body = json.dumps({"quotas": policies.quotas, "epochs": policies.epochs}).encode()
+        body = json.dumps({"quotas": policies.quotas, "epochs": policies.epochs, "leader": policies.leader}).encode()
         head = json.dumps({"format": FORMAT, "bytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body)}).encode()
         with self._writing:
             durable_file.replace(self.path, head + b"\n" + body)
