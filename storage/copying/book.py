@@ -49,7 +49,8 @@ class CopyCounts:
 @dataclass(eq=False, slots=True)
 class Copy:
     """One order. ``number`` is (leader epoch, command). ``status`` u8[n] is UNKNOWN where undecided; ``next`` is the
-    first block that no piece has named yet. Times are monotonic seconds."""
+    first block that no piece has named yet; ``why`` some blocks were not taken is for the log. Times are monotonic
+    seconds."""
 
     number: tuple[int, int]
     source: Endpoint
@@ -64,7 +65,7 @@ class Copy:
     status: bytearray = field(init=False)
     next: int = 0
     nbytes: int = 0
-    error: str = ""
+    why: str = ""
 
     def __post_init__(self) -> None:
         self.status = bytearray(len(self.hashes))
@@ -83,7 +84,7 @@ class Copy:
 
     def done(self) -> control.CopyDone:
         """What its master is told."""
-        return control.CopyDone(command=self.number[1], status=bytes(self.status), bytes=self.nbytes, error=self.error)
+        return control.CopyDone(command=self.number[1], status=bytes(self.status), bytes=self.nbytes)
 
 
 class CopyBook:
@@ -123,8 +124,7 @@ class CopyBook:
             return None
         if len(self._waiting) >= WAITING_MAX:
             self.counts.orders_refused += 1
-            copy.error = f"busy: {WAITING_MAX} copies wait on this node"
-            return control.CopyDone(command=copy.number[1], error=copy.error)
+            return control.CopyDone(command=copy.number[1], error=f"busy: {WAITING_MAX} copies wait on this node")
         self._numbers.add(copy.number)
         self._waiting.append(copy)
         return None

@@ -158,7 +158,6 @@ class Copier:
 
     def _stopped(self, copy: Copy) -> control.CopyDone:
         copy.settle(BlockStatus.ABORTED)
-        copy.error = "this node is stopping"
         return copy.done()
 
     # ------------------------------------------------------------------ the threads
@@ -177,7 +176,7 @@ class Copier:
         except BaseException:
             with self._lock:
                 copy.settle(BlockStatus.ABORTED)
-                copy.error = "the node failed to take it: its log says why"
+                copy.why = "the node failed to take it: its log says why"
             raise
         finally:
             del self._busy[thread]
@@ -186,6 +185,8 @@ class Copier:
                 if done is not None:
                     self._count(copy)
             if done is not None:
+                if copy.why:
+                    log.warning("not all of an order was copied", source=copy.source.node_id, reason=copy.why)
                 copy.answer(done)
 
     def _count(self, copy: Copy) -> None:
@@ -224,10 +225,10 @@ class Copier:
         except Busy:
             self._settle(copy, BlockStatus.LATE)
         except Unavailable as error:
-            copy.error = f"source {copy.source.node_id}: {error}"
+            copy.why = str(error)
             self._settle(copy, BlockStatus.ABORTED if self._stopping else BlockStatus.NODE_LOST)
         except KVError as error:
-            copy.error = f"source {copy.source.node_id}: {error}"
+            copy.why = str(error)
             self._settle(copy, BlockStatus.REFUSED)
         finally:
             with self._lock:
@@ -355,7 +356,6 @@ class Copier:
         with self._lock:
             left = self._book.abandon(BlockStatus.ABORTED)
         for copy in left:
-            copy.error = "this node is stopping"
             copy.answer(copy.done())
         with self._arrived:
             self._arrived.notify_all()

@@ -52,8 +52,8 @@ class Farewell:
     def wait(self, budget_s: float, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Ask every master, and serve on until the leader says that this node is drained; True then.
 
-        False when the budget is over, ``hurry`` says so, or nobody takes it up. Masters that are attached later
-        are asked then.
+        False when the budget is over, ``hurry`` says so, or nobody takes it up. Every new attachment is asked: its
+        master may be a new leader.
         """
         begun = self._clock()
         told: dict[str, Line] = {}
@@ -71,8 +71,7 @@ class Farewell:
             if why:
                 log.warning("stopping before the node is drained", reason=why, bytes_given=given, **facts)
                 return False
-            if state is DrainState.NONE:
-                self._ask(told, left_s)
+            self._ask(told, left_s)
             if now >= next_line:
                 next_line = now + PROGRESS_S
                 log.info("waiting to be drained", seconds_left=round(left_s, 1), bytes_given=given, **facts)

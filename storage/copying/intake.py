@@ -92,18 +92,18 @@ class CopyIntake:
         if now >= copy.deadline:
             return BlockStatus.LATE
         if self._state.draining.refuses:
-            copy.error = "this node is draining"
+            copy.why = "this node is draining"
             return BlockStatus.REFUSED
         try:
             entry = self._entry(copy)
         except KVError as error:
-            copy.error = str(error)
+            copy.why = str(error)
             return BlockStatus.REFUSED
         if entry.epoch != copy.epoch:
-            copy.error = f"the blocks are of weight epoch {copy.epoch}, this node is at {entry.epoch}"
+            copy.why = f"the blocks are of weight epoch {copy.epoch}, this node is at {entry.epoch}"
             return BlockStatus.ABORTED
         if not self._state.arena.slots_in_a_slab(entry.slot_bytes):
-            copy.error = "blocks larger than a slab of this node"
+            copy.why = "blocks larger than a slab of this node"
             return BlockStatus.REFUSED
         return None
 

@@ -176,11 +176,15 @@ def _offers(command: int, tier: Tier, runs: Iterator[list[Block]], total: int) -
     offer = control.Offer(command=command, bytes_total=total)
     hashes = 0
     for run in runs:
-        offer.holdings.append(_holding(tier, run))
-        hashes += len(run)
-        if hashes >= OFFER_HASHES:
-            yield offer
-            offer, hashes = control.Offer(command=command, bytes_total=total), 0
+        start = 0
+        while start < len(run):
+            part = run[start : start + OFFER_HASHES - hashes]
+            offer.holdings.append(_holding(tier, part))
+            start += len(part)
+            hashes += len(part)
+            if hashes >= OFFER_HASHES:
+                yield offer
+                offer, hashes = control.Offer(command=command, bytes_total=total), 0
     if hashes:
         yield offer
 
