@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
 from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.table import fold
@@ -326,8 +325,14 @@ class Pool:
         return sum(node.alive and (key in node.dram or key in node.ssd) for node in self.nodes.values())
 
     def store(self, node_id: str, *numbers: int, namespace: Namespace = NS, tier: int = Tier.DRAM) -> None:
+        epoch = self.epoch(namespace)
         for number in numbers:
-            self.nodes[node_id].store((namespace, SALT, one(number, namespace)), tier)
+            self.nodes[node_id].store((namespace, SALT, one(number, namespace)), tier, epoch)
+
+    def epoch(self, namespace: Namespace) -> int:
+        """The weight epoch that stores are of now."""
+        group = self.state.namespaces.find(namespace)
+        return 0 if group is None else group.epoch
 
     def saved(self) -> Saved:
         """What a store would have kept."""
