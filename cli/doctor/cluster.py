@@ -33,6 +33,7 @@ from kvstrata.transfer.tcp import TcpTransport
 
 CALL_S: Final = 2.0
 PINGS: Final = 9
+TRIES: Final = 3
 #: HTTP dates are whole seconds.
 SKEW_S: Final = 2.0
 #: A round trip that takes longer is far for blocks, and near silence for a client.
@@ -57,7 +58,7 @@ class Roster:
 
 def roster(masters: Sequence[str]) -> Roster:
     """Ask each; those that do not answer are rows of their own later."""
-    found = Roster(dict.fromkeys(masters, "named"))
+    found = Roster(list(dict.fromkeys(masters)))
     for address in masters:
         try:
             with AdminClient(address, timeout_s=CALL_S) as admin:
@@ -217,18 +218,27 @@ def _node_info(address: str) -> dict[str, Any]:
 def _round_trips(row: control.NodeRow, here: bool) -> Iterator[Row]:
     identity = Identity.new("client", "kvstrata doctor")
     transports: list[Transport] = [TcpTransport(identity), *([ShmTransport(identity)] if here else [])]
-    endpoint = Endpoint(row.node_id, 0, row.channel, row.unix_path, row.boot_id)
+    endpoint = Endpoint(row.node_id, row.incarnation, row.channel, row.unix_path, row.boot_id)
     for transport in transports:
         try:
             if transport.reaches(endpoint):
-                yield _there_and_back(row, transport.connect(endpoint))
+                yield _tried(row, transport, endpoint)
         finally:
             transport.close()
 
 
-def _there_and_back(row: control.NodeRow, peer: Peer) -> Row:
+def _tried(row: control.NodeRow, transport: Transport, endpoint: Endpoint) -> Row:
+    """A busy machine may be silent for a moment, and be well."""
+    what = f"{row.node_id}: round trip by {transport.name}"
+    for _ in range(TRIES - 1):
+        told = _there_and_back(what, transport.connect(endpoint))
+        if told.verdict is not Verdict.PROBLEM:
+            return told
+    return _there_and_back(what, transport.connect(endpoint))
+
+
+def _there_and_back(what: str, peer: Peer) -> Row:
     """Store blocks of fresh names, load them, compare every byte. They leave by themselves, as the coldest."""
-    what = f"{row.node_id}: round trip by {peer.transport}"
     rng = np.random.default_rng()
     hashes = rng.bytes(PROBE_BLOCKS * PROBE.hash_bytes)
     source = Region(np.frombuffer(rng.bytes(PROBE_BLOCKS * PROBE.block_bytes), np.uint8).copy(), None)
