@@ -43,6 +43,7 @@ class CopyNode:
         )
         self.node = StorageNode(config)
         self.ready = self.node.start()
+        self.stopped = False
         self.answers: list[control.CopyDone] = []
         self._transport = TcpTransport(Identity.new())
         self._peer = self._transport.connect(self.endpoint)
@@ -164,10 +165,16 @@ class CopyNode:
                 return len(moves.ssd.leases) == len(moves.quarantine) and not len(moves.ssd.reservations)
 
         until(quiet)
+        if self.stopped:
+            return  # its memory is gone
         with node.lock:
             node.state.check()
             if node.ssd is not None:
                 node.ssd.moves.check()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.node.stop()
 
     def close(self) -> None:
         self._peer.close()

@@ -100,7 +100,7 @@ def test_what_was_copied_to_ssd_is_there_after_a_restart(make: MakeNode) -> None
     source, target = make(), make(ssd=16 * MIB)
     source.store(range(10))
     assert target.copy(source, range(10), tier=Tier.SSD) == [STORED] * 10
-    target.node.stop()
+    target.stop()
     again = StorageNode(target.node.config)
     again.start()
     try:
