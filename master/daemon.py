@@ -75,6 +75,7 @@ class Master:
         self._stops.append(lambda: self.loops.stop(STOP_S))
         channel = MasterChannel(self.hub, self.endpoints)
         self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops)
+        self.server.refused_versions = self.hub.refused_versions
         self.views = Views(self.hub, self.server.sessions, self.loops)
         grpc_server, self.endpoints.grpc = serve(self.hub, self.views, self.roll, config.grpc)
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))

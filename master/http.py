@@ -66,6 +66,12 @@ class _StateCollector(Collector):
             ("store_failures", "Writes the state store refused", self._hub.journal.failures),
         ):
             yield GaugeMetricFamily(f"kvstrata_master_{name}", text, value=value)
+        refused = CounterMetricFamily(
+            "kvstrata_master_refused_versions", "Hellos refused for their protocol version", labels=["software"]
+        )
+        for software, count in report.refused_versions.items():
+            refused.add_metric([software], count)
+        yield refused
         told = CounterMetricFamily("kvstrata_master_orphans", "Sister shards of evicted blocks", labels=["what"])
         for what, count in dataclasses.asdict(orphans).items():
             told.add_metric([what], count)

@@ -35,6 +35,7 @@ from kvstrata.proto.errors import InvalidArgument, NotLeader, Unavailable
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.versions import RefusedVersions
 
 log = get_logger(__name__)
 
@@ -79,6 +80,8 @@ class Hub:
         #: Some node obeys a later leader.
         self.deposed: Callable[[], None] = lambda: None
         self.metrics = Metrics()
+        #: Nodes and clients of versions that this master does not speak with.
+        self.refused_versions = RefusedVersions()
         self._clock = clock
         self._lock = threading.Lock()
         self._confirmed = threading.Condition(self._lock)
@@ -323,12 +326,12 @@ class Hub:
 
         A node is waited for while it is attached: one that falls silent leaves after ``OFFLINE_S``, nobody is
         sent there any more, and before it serves again it attaches and is told. ``deadline`` is monotonic time.
-        Raises :class:`NotLeader` when this master is deposed meanwhile: what became of it the next leader knows.
+        Raises :class:`Unavailable` when this master is deposed meanwhile: what became of it the next leader knows.
         """
         with self._lock:
             while True:
                 if not self._state.ordered(command):
-                    raise NotLeader(f"deposed before all nodes had confirmed; {self._who_leads()}")
+                    raise Unavailable("deposed before all nodes had confirmed: the next leader tells them; ask again")
                 unreached = self._state.unconfirmed(command)
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._state.attached(awaited.intersection(unreached)):
@@ -352,7 +355,7 @@ class Hub:
         """For :meth:`durable`."""
         with self._lock:
             if not self._state.leading:
-                return self._who_leads()
+                return "another master has taken over meanwhile; ask it"
         return self.journal.problem() or "the state store is slow"
 
     # ------------------------------------------------------------------ leading

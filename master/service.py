@@ -23,7 +23,7 @@ from kvstrata.master.views import Views
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
-from kvstrata.proto.errors import Busy, ConfigError, InvalidArgument, KVError, Refused, Retryable
+from kvstrata.proto.errors import Busy, ConfigError, InvalidArgument, KVError, Refused, Retryable, VersionMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 
@@ -207,7 +207,11 @@ class _SyncStream:
             timer.cancel()
         if message is None or message.WhichOneof("body") != "attach":
             raise InvalidArgument("a sync stream begins with an attach message")
-        return attach_of(message.attach)
+        try:
+            return attach_of(message.attach)
+        except VersionMismatch:
+            self._hub.refused_versions.add(message.attach.software)
+            raise
 
     def _read(self, session: int, outbox: Outbox) -> None:
         reason = "the node closed its stream"

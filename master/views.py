@@ -52,6 +52,8 @@ class Views:
         report.leading, report.leader = self._hub.leads()
         for name, age_s in self._loops.ages_s().items():
             report.loop_age_seconds[name] = age_s
+        for software, count in self._hub.refused_versions.counts().items():
+            report.refused_versions[software] = count
         return report
 
     def _client_sessions(self) -> list[Session]:

@@ -82,6 +82,8 @@ class NodeCollector(Collector):
         draining = float(bool(self._report.drain()["state"]))
         yield GaugeMetricFamily("kvstrata_node_draining", "1 while the node takes no new blocks", value=draining)
         yield GaugeMetricFamily("kvstrata_node_clients", "client sessions", value=self._report.clients())
+        versions = self._report.refused_versions.counts()
+        yield _family("refused_versions", "hellos refused for their protocol version", "software", versions)
         attached = GaugeMetricFamily("kvstrata_node_master_attached", "1 while attached", labels=["master"])
         for link in self._report.links:
             attached.add_metric([link.master], float(link.attached))

@@ -153,6 +153,7 @@ class StorageNode:
         checks = self._checks()
         served = {**handlers.handlers(), **checks.handlers()}
         self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops)
+        self.server.refused_versions = self.report.refused_versions
         self._ends.append(lambda: self.loops.stop(STOP_S))
         if self.ssd is not None:
             self.ssd.start(self.loops)

@@ -19,6 +19,7 @@ from kvstrata.storage.masters.usage import Told, WantedBook
 from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.versions import RefusedVersions
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class NodeReport:
         self.loops = loops
         self.links = links
         self.clients = clients
+        #: Peers of versions that this node does not speak with.
+        self.refused_versions = RefusedVersions()
         self._commands = commands
         self._wanted = WantedBook()
         self._state = state
@@ -137,6 +140,7 @@ class NodeReport:
             "incarnation": self.identity.incarnation,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "clients": self.clients(),
+            "refused_versions": self.refused_versions.counts(),
             "masters": [dataclasses.asdict(link.status()) for link in self.links],
             "shares_revision": self._commands.kept_revision,
             "leader_epoch": self.leader()[0],

@@ -28,6 +28,7 @@ from kvstrata.transfer.frames import Frame, Silence
 from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, SessionBook
+from kvstrata.transfer.versions import RefusedVersions
 
 log = get_logger(__name__)
 
@@ -66,6 +67,7 @@ class ChannelServer:
         loops: Loops,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.refused_versions = RefusedVersions()
         self.book = SessionBook(ended)
         self._handlers = dict(handlers)
         self._hello = hello
@@ -178,6 +180,7 @@ class ChannelServer:
             raise ProtocolError("the first frame must be a hello")
         hello = _decode(pb.Hello, frame)
         if hello.protocol < wire.PROTOCOL_MIN or hello.protocol_min > wire.PROTOCOL:
+            self.refused_versions.add(hello.software)
             raise VersionMismatch(
                 f"{hello.software or 'the client'} speaks protocol {hello.protocol_min} to {hello.protocol}, "
                 f"this side {wire.PROTOCOL_MIN} to {wire.PROTOCOL}: upgrade the older one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.frames import FrameStream
+from kvstrata.transfer.identity import Identity, parse_address
 
 Make = Callable[..., Any]
 
@@ -37,6 +41,24 @@ def test_named_calls(stub: Any, node: Make, wires: Any) -> None:
     removed = stub.RemoveBlocks(control.NamedRemove(spec=spec, hashes=holder.blocks[:16], deadline_ms=5000))
     assert (removed.removed, list(removed.unreached)) == (1, [])
     assert stub.LookupBlocks(control.NamedLookup(spec=spec, hashes=holder.blocks)).hit_blocks == 0
+
+
+def test_what_is_refused_for_its_version_is_counted_by_name(stub: Any, master: Master) -> None:
+    past = control.Attach(node_id="a", incarnation=1, channel="h:1", protocol=0, software="kvstrata 0.0.1")
+    with pytest.raises(grpc.RpcError, match="upgrade the node"):
+        next(stub.Sync(iter([control.NodeMessage(attach=past)])))
+    future = Identity.new().hello()
+    future.protocol, future.protocol_min, future.software = 9, 9, "kvstrata 9"
+    stream = FrameStream(socket.create_connection(parse_address(master.endpoints.channel)[1]), 5.0)
+    stream.send(Kind.HELLO, 1, future.SerializeToString())
+    frame = stream.receive(time.monotonic() + 5)
+    assert (frame.kind, pb.Failure.FromString(frame.message).code) == (Kind.FAILURE, "VersionMismatch")
+    stream.close()
+    counted = {"kvstrata 0.0.1": 1, "kvstrata 9": 1}
+    assert dict(stub.Health(pb.Empty()).refused_versions) == counted
+    http = f"http://{master.endpoints.http}"
+    assert httpx.get(f"{http}/healthz").json()["refused_versions"] == counted
+    assert 'kvstrata_master_refused_versions_total{software="kvstrata 9"} 1.0' in httpx.get(f"{http}/metrics").text
 
 
 def test_listings(stub: Any, node: Make, client: Any, wires: Any, master: Master, closing: Make) -> None:

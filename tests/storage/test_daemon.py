@@ -20,14 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.wire import Kind
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.base import Endpoint, Fetch, Push
-from kvstrata.transfer.identity import Identity, boot_id
+from kvstrata.transfer.frames import FrameStream
+from kvstrata.transfer.identity import Identity, boot_id, parse_address
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
@@ -40,6 +43,7 @@ NAMESPACE = Namespace("model", 4096, 16)
 DAEMON = """
 import json, sys
 from pathlib import Path
+from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.daemon import StorageConfig, run
 masters = tuple(m for m in sys.argv[2].split(",") if m)
@@ -240,6 +244,19 @@ def test_health_names_what_is_wrong(running: StorageNode) -> None:
     with answer.value as error:
         assert error.code == 503
         assert json.loads(error.read())["problems"] == ["deadlines: RuntimeError: out of luck"]
+
+
+def test_versions_that_are_not_spoken_are_refused_by_name_and_counted(running: StorageNode) -> None:
+    hello = Identity.new().hello()
+    hello.protocol, hello.protocol_min, hello.software = 9, 9, "kvstrata 9"
+    stream = FrameStream(socket.create_connection(parse_address(running.channel)[1]), 5.0)
+    stream.send(Kind.HELLO, 1, hello.SerializeToString())
+    failure = pb.Failure.FromString(stream.receive(time.monotonic() + 5).message)
+    stream.close()
+    assert failure.code == "VersionMismatch" and "upgrade the older one" in failure.message
+    ready = {"http": running.http}
+    assert json.loads(get(ready, "/healthz")[1])["refused_versions"] == {"kvstrata 9": 1}
+    assert 'kvstrata_node_refused_versions_total{software="kvstrata 9"} 1.0' in get(ready, "/metrics")[1]
 
 
 def test_ports_in_use_are_said_and_everything_is_given_back(tmp_path: Path, running: StorageNode) -> None:

@@ -233,6 +233,7 @@ def test_versions_are_agreed_or_refused_by_name(
         failure = pb.Failure.FromString(message)
         assert failure.code == VersionMismatch.__name__ and "upgrade" in failure.message
         assert running.server.counts["version_mismatches"] == 1
+        assert running.server.refused_versions.counts() == {hello.software: 1}
     sock.close()
 
 
