@@ -64,8 +64,11 @@ class Drain:
         (self.waiting.appendleft if first else self.waiting.append)(piece)
         self.blocks += len(piece)
 
-    def begin(self, session: int, command: int) -> None:
-        """The node is told, and will offer everything (again)."""
+    def begin(self, session: int, command: int, now: float) -> None:
+        """The node is told, and will offer everything (again): within what is left of the budget, or, if that drain
+        was over, within all of it."""
+        if self.ended_at is not None:
+            self.began_at = now
         self.session, self.command = session, command
         self.waiting.clear()
         self.blocks = self.bytes_total = self.bytes_moved = self.bytes_failed = self.bytes_full = 0
@@ -94,6 +97,7 @@ class Drains:
         self._take_number = take_number
         self._emit = emit
         self._all: dict[str, Drain] = {}
+        self._cancelled: set[str] = set()  #: nodes that have not been told that they stay
 
     def __len__(self) -> int:
         return len(self._all)
@@ -106,39 +110,54 @@ class Drains:
     def begin(self, node: Node, budget_s: float, now: float) -> Drain:
         """The node is to leave; one that leaves already gets this budget, from now on."""
         drain = self._all[node.node_id] = Drain(node.node_id, budget_s, now)
-        self._tell(drain, node)
+        self._cancelled.discard(node.node_id)
+        self._tell(drain, node, now)
         self._say("drain begins", drain, budget_s=budget_s)
         return drain
 
     def cancel(self, node: Node) -> None:
         """It stays after all. What was copied is let go where it is too much."""
         drain = self._all.pop(node.node_id, None)
-        if drain is None:
-            return
+        if drain is not None:
+            self._say("drain cancelled", drain)
+        self._cancelled.add(node.node_id)
+        self._tell_cancelled(node)
+
+    def reassure(self, node: Node) -> None:
+        """It stays, as it may have been told otherwise by an earlier leader."""
+        if node.node_id not in self._all:
+            self._cancelled.add(node.node_id)
+
+    def _tell_cancelled(self, node: Node) -> None:
         if node.linked and node.attachment is not None:
+            self._cancelled.discard(node.node_id)
             self._emit(m.SendDrain(node.attachment.session, self._take_number(), cancel=True))
-        self._say("drain cancelled", drain)
 
     def forget(self, node_id: str) -> None:
         """The node is off the roster, or its process is over."""
         self._all.pop(node_id, None)
+        self._cancelled.discard(node_id)
 
     def clear(self) -> None:
         """Another master leads."""
         self._all.clear()
+        self._cancelled.clear()
 
-    def _tell(self, drain: Drain, node: Node) -> None:
+    def _tell(self, drain: Drain, node: Node, now: float) -> None:
         if not node.linked or node.attachment is None:
             return
-        drain.begin(node.attachment.session, self._take_number())
-        self._emit(m.SendDrain(node.attachment.session, drain.command, drain.budget_s))
+        drain.begin(node.attachment.session, self._take_number(), now)
+        left_s = max(1.0, drain.began_at + drain.budget_s - now) if drain.budget_s else 0.0
+        self._emit(m.SendDrain(node.attachment.session, drain.command, left_s))
 
     # ------------------------------------------------------------------ what nodes say
 
     def offered(self, node: Node, event: m.Offer, now: float) -> None:
         """Part of what a node has; offers for an earlier drain are passed over."""
         drain = self._all.get(node.node_id)
-        if drain is None or drain.command != event.command or drain.session != event.session or drain.whole:
+        if drain is None or drain.command != event.command or drain.session != event.session:
+            return
+        if drain.whole or drain.state is not DrainState.DRAINING:
             return
         drain.bytes_total = max(drain.bytes_total, event.bytes_total)
         drain.whole = event.last
@@ -173,13 +192,19 @@ class Drains:
 
     def turn(self, nodes: Callable[[str], Node | None], targets: Targets, budget: int, now: float) -> None:
         """Order copies of up to ``budget`` blocks; see whose time is over, and who has to be told (again)."""
+        for node_id in list(self._cancelled):
+            staying = nodes(node_id)
+            if staying is None:
+                self._cancelled.discard(node_id)
+            else:
+                self._tell_cancelled(staying)
         for drain in list(self._all.values()):
             node = nodes(drain.node_id)
             if node is None:
                 del self._all[drain.node_id]
                 continue
             if node.linked and node.attachment is not None and node.attachment.session != drain.session:
-                self._tell(drain, node)
+                self._tell(drain, node, now)
             if drain.state is not DrainState.DRAINING:
                 continue
             if drain.budget_s and drain.elapsed_s(now) >= drain.budget_s:

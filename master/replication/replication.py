@@ -33,6 +33,8 @@ from kvstrata.proto.status import CopyReason
 
 #: Blocks looked at in one tick, by each of what is new, what was asked for lately and what a scan has found.
 LOOKED_AT: Final = 8192
+#: Nodes that stay are told so, so long after this master began to lead: those that stop have said so by then.
+REASSURE_S: Final = 5.0
 #: What has just been stored waits so long: its writer may be storing it elsewhere too.
 NEW_S: Final = 0.5
 RETRY_S: Final = 1.0
@@ -83,6 +85,7 @@ class Replication:
         self._cold = Waiting(COLD_MAX)
         self._terms = standing.terms
         self._began_at = now
+        self._reassured = False
         self._repair_at: float | None = None
         self._joining_since: float | None = None
         self._asked_at = -INVENTORY_S
@@ -251,7 +254,7 @@ class Replication:
 
     def _new_term(self, now: float) -> None:
         """This master begins to lead, or ceases to: what was ordered is no concern of it any more."""
-        self._terms, self._began_at = self._standing.terms, now
+        self._terms, self._began_at, self._reassured = self._standing.terms, now, False
         self.copies.forget()
         self.drains.clear()
         for waiting in (self._fresh, self._lost, self._cold):
@@ -271,6 +274,11 @@ class Replication:
                 node = self._membership.nodes.get(node_id)
                 if node is not None:
                     node.stopping = False
+        if not self._reassured and now - self._began_at >= REASSURE_S:
+            self._reassured = True
+            for node in self._membership.nodes:
+                if not node.leaving:
+                    self.drains.reassure(node)
         for node in self._membership.nodes:
             if node.draining and node.serving and self.drains.of(node.node_id) is None:
                 self.drains.begin(node, 0.0, now)

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import Tier
+from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.copying.worth import by_worth, in_turns
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block, Shelf
@@ -76,7 +77,8 @@ class Drains:
                 was = draining.state
                 draining.cancel()
                 self._line = None
-                log.info("drain cancelled: the node takes blocks again", was=was.value)
+                if was is not DrainState.NONE:
+                    log.info("drain cancelled: the node takes blocks again", was=was.value)
             else:
                 draining.begin(message.command, message.budget_ms / 1e3, self._clock())
                 self._line, self._offers = line, self._offering(message.command)

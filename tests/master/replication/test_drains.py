@@ -203,3 +203,46 @@ def test_offers_of_an_earlier_drain_are_passed_over() -> None:
     holding = m.Holding(NS, SALT, 0, one(1))
     pool.tell(m.Offer(node.session, earlier, (holding,), True, BLOCK))
     assert not pool.drain_of("n0").whole and not pool.drain_of("n0").bytes_total
+
+
+def test_an_offer_that_comes_after_the_time_is_over_is_passed_over() -> None:
+    pool = pool_of(nodes=2, replicas=1)
+    node = pool.nodes["n0"]
+    pool.store("n0", *range(3))
+    pool.run(1)
+    pool.drain("n0", budget_s=1)
+    node.wire.clear()
+    pool.now += 2
+    pool.tell(m.Tick())
+    assert pool.drain_of("n0").state is DrainState.OUT_OF_TIME
+    pool.tell(m.Offer(node.session, pool.drain_of("n0").command, (m.Holding(NS, SALT, 0, one(1)),), True, BLOCK))
+    pool.state.check()
+    assert not pool.drain_of("n0").blocks
+
+
+def test_a_drained_node_whose_stream_breaks_is_drained_again_within_its_budget() -> None:
+    pool = pool_of(nodes=2, replicas=1)
+    pool.store("n0", *range(3))
+    pool.run(1)
+    pool.drain("n0", budget_s=5)
+    pool.until(lambda: over(pool, "n0"))
+    pool.run(10)
+    pool.attach(pool.nodes["n0"])
+    pool.run(3)
+    assert pool.drain_of("n0").state is DrainState.DRAINED
+
+
+def test_a_node_that_is_away_hears_later_that_it_stays() -> None:
+    pool = pool_of(nodes=2, replicas=1)
+    node = pool.nodes["n0"]
+    pool.drain("n0")
+    pool.run(1)
+    pool.tell(m.LinkLost(node.session))
+    pool.state.replication.undrain("n0")
+    pool.take(pool.state.taken())
+    assert node.draining
+    command = node.draining
+    pool.attach(node)
+    node.draining = command
+    pool.run(1)
+    assert not node.draining
