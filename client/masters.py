@@ -25,7 +25,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.channel import Channel
-from kvstrata.transfer.connection import SILENCE_S, expect
+from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Late
 from kvstrata.transfer.identity import Identity, parse_address
 
@@ -36,6 +36,8 @@ MASTERS_MAX: Final = 16
 NAMED_MAX: Final = 4
 #: A master of which nothing was heard for so long is asked for a sign of life, so that no call finds it dead.
 HEARTBEAT_S: Final = 2.0
+#: Its answer may come so late: a silence is found out sooner, and a process that is held up itself blames nobody.
+GREET_S: Final = 5.0
 
 _LEADER: Final = re.compile(r"the leader is (\S+)$")
 
@@ -186,7 +188,7 @@ class Master:
         elif now - self.heard_at > HEARTBEAT_S:
             self.heard_at = now
             try:
-                self.greet(now + 2 * SILENCE_S)
+                self.greet(now + GREET_S)
             except (Unavailable, Busy):
                 pass  # the breaker knows, where it is not only busy
             except KVError as error:

@@ -71,11 +71,15 @@ class RealPool:
     def __init__(self, base: Path, nodes: int = 1, dram: str = "64MiB", listen: str = ANY) -> None:
         self._base, self._dram = base, dram
         self.daemons: dict[str, Daemon] = {}
-        self.start_master(listen)
-        for index in range(nodes):
-            self.start_node(index)
-        with AdminClient(self.address) as admin:
-            until(lambda: sum(row.state == "active" for row in admin.nodes()) == nodes)
+        try:
+            self.start_master(listen)
+            for index in range(nodes):
+                self.start_node(index)
+            with AdminClient(self.address) as admin:
+                until(lambda: sum(row.state == "active" for row in admin.nodes()) == nodes)
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def address(self) -> str:
