@@ -31,6 +31,8 @@ LOOK_S: Final = 0.25
 #: What one script saves at most: the rows that may wait in a journal. Redis does nothing else meanwhile.
 SCRIPT_ROWS: Final = 20_000
 SCRIPT_BYTES: Final = 64 << 20
+#: From so many rows on, a save is long.
+LONG_ROWS: Final = 500
 
 #: Scripts that change a store of one format into the next one, in order; each looks at the format first, as another
 #: master may have done it, and writes the next one at its end. :data:`FORMAT` 1 is the first.
@@ -128,7 +130,7 @@ class RedisStore:
 
     def load(self) -> Saved:
         """Everything durable, of one moment. Raises :class:`ConfigError` when a row makes no sense."""
-        facts, *hashes = (dict(zip(*[iter(flat)] * 2, strict=True)) for flat in self._run(scripts.LOAD)[1:])
+        facts, *hashes = (dict(zip(*[iter(flat)] * 2, strict=True)) for flat in self._read()[1:])
         self._check(facts)
         try:
             saved = saved_of(facts, hashes)
@@ -138,6 +140,9 @@ class RedisStore:
             ) from error
         self._saw(saved.revision)
         return saved
+
+    def _read(self) -> list[Any]:
+        return self._checked(self._call(lambda: self._scripts[scripts.LOAD](self._keys, client=self._redis.patient)))
 
     def _check(self, facts: Mapping[bytes, bytes]) -> None:
         """An emptied store is nobody's, and read as empty."""
@@ -171,7 +176,8 @@ class RedisStore:
         for command, rows in _pieces(writes):
             numbered = [item for name, field, value in rows for item in (self._rows[name], field, value)]
             arguments = (*self._ours(self._me), epoch, command, *numbered)
-            answer, copies = self._call(partial(self._save, arguments))
+            client = self._client if len(rows) < LONG_ROWS else self._redis.patient
+            answer, copies = self._call(partial(self._save, client, arguments))
             self._checked(answer)
             self._saw(1)
             if copies < self._address.replicas:
@@ -180,12 +186,12 @@ class RedisStore:
                     "at them, or change replicas= in --state"
                 )
 
-    def _save(self, arguments: tuple[object, ...]) -> tuple[list[Any], int]:
+    def _save(self, client: Any, arguments: tuple[object, ...]) -> tuple[list[Any], int]:
         """What the script answered, and how many replicas have what it did: asked on the same connection."""
         script, wanted = self._scripts[scripts.SAVE], self._address.replicas
         if not wanted:
-            return script(self._keys, arguments), 0
-        with self._client.pipeline(transaction=False) as pipe:
+            return script(self._keys, arguments, client=client), 0
+        with client.pipeline(transaction=False) as pipe:
             script(self._keys, arguments, client=pipe)
             pipe.wait(wanted, int(ANSWER_S * 500))
             answers = pipe.execute(raise_on_error=False)

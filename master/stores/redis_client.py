@@ -18,6 +18,8 @@ log = get_logger(__name__)
 #: A connection must be there within this, and each answer.
 CONNECT_S: Final = 1.0
 ANSWER_S: Final = 1.0
+#: An answer to what is long may take this: everything read, or a journal's worth written.
+LONG_S: Final = 5.0
 #: One Sentinel is asked for this long before the next one is.
 SENTINEL_S: Final = 0.3
 #: A call whose connection broke is made again once, if it broke this soon: Redis has been restarted since the last.
@@ -29,7 +31,8 @@ T = TypeVar("T")
 class RedisClient:
     """Connects when it is first used. Thread-safe.
 
-    A call ends within about ``CONNECT_S + ANSWER_S``, and ``SENTINEL_S`` more for each Sentinel that is asked. It
+    ``redis`` is for what is short, ``patient`` for what is long. A call ends within about ``CONNECT_S`` and
+    ``ANSWER_S`` (``LONG_S``), and ``SENTINEL_S`` more for each Sentinel that is asked. It
     raises :class:`Unavailable`, and until the first answer has come :class:`ConfigError` for what a wrong ``--state``
     brings about.
     """
@@ -39,7 +42,9 @@ class RedisClient:
         self._address = address
         self._library = _library()
         self._answered = False
-        self.redis, self._sentinel = _connected(self._library, address)
+        self._sentinel = _sentinel(self._library, address) if address.service else None
+        self.redis = _connected(self._library, address, self._sentinel, ANSWER_S)
+        self.patient = _connected(self._library, address, self._sentinel, LONG_S)
 
     def call(self, call: Callable[[], T]) -> T:
         """One exchange, and one more when the connection turned out to be dead at once."""
@@ -58,7 +63,7 @@ class RedisClient:
 
     def close(self) -> None:
         """Ends its connections; those in use end with their calls."""
-        for part in (self.redis, *(self._sentinel.sentinels if self._sentinel else ())):
+        for part in (self.redis, self.patient, *(self._sentinel.sentinels if self._sentinel else ())):
             part.close()
             part.connection_pool.disconnect()
 
@@ -70,8 +75,10 @@ class RedisClient:
     def _error(self, error: Exception) -> KVError:
         known = self._library.exceptions
         text = str(error).partition(" script: ")[0] or type(error).__name__
-        if isinstance(error, known.ReadOnlyError):  # whoever takes writes is elsewhere by now: look again
-            self.redis.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(error, (known.ReadOnlyError, known.ConnectionError, known.TimeoutError, OSError)):
+            # Whoever takes writes may be elsewhere by now: no other connection is worth keeping.
+            for part in (self.redis, self.patient):
+                part.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, self._library.sentinel.MasterNotFoundError):
             text = f"no Sentinel that answers knows a living {self._address.service}: start it, or correct --state"
         for secret in self._address.secrets():
@@ -102,24 +109,42 @@ def _library() -> Any:
     return redis
 
 
-def _connected(library: Any, address: RedisAddress) -> tuple[Any, Any]:
-    """A client and its Sentinels, if there are. Retries are ours: see :meth:`RedisClient.call`."""
-    tls: dict[str, Any] = {}
-    if address.tls:
-        tls = {
-            "ssl": True,
-            "ssl_ca_certs": address.ca,
-            "ssl_certfile": address.cert,
-            "ssl_keyfile": address.key,
-            "ssl_check_hostname": address.check_hostname,
-        }
-    common = {"protocol": 2, "retry": library.retry.Retry(library.backoff.NoBackoff(), 0), **tls}
-    limits = {"socket_connect_timeout": CONNECT_S, "socket_timeout": ANSWER_S}
-    login = {"db": address.db, "username": address.username, "password": address.password}
-    if address.service is None:
-        host, port = address.hosts[0]
-        return library.Redis(host=host, port=port, **login, **limits, **common), None
-    sentinel_login = {"username": address.sentinel_username, "password": address.sentinel_password}
-    short = {"socket_connect_timeout": SENTINEL_S, "socket_timeout": SENTINEL_S}
-    sentinel = library.sentinel.Sentinel(list(address.hosts), sentinel_kwargs={**sentinel_login, **short, **common})
-    return sentinel.master_for(address.service, **login, **limits, **common), sentinel
+def _connected(library: Any, address: RedisAddress, sentinel: Any, answer_s: float) -> Any:
+    """A client, which asks the Sentinels where to connect if there are any."""
+    settings = {
+        **_common(library, address),
+        "db": address.db,
+        "username": address.username,
+        "password": address.password,
+        "socket_connect_timeout": CONNECT_S,
+        "socket_timeout": answer_s,
+    }
+    if sentinel is not None:
+        return sentinel.master_for(address.service, **settings)
+    host, port = address.hosts[0]
+    return library.Redis(host=host, port=port, **settings)
+
+
+def _sentinel(library: Any, address: RedisAddress) -> Any:
+    settings = {
+        **_common(library, address),
+        "username": address.sentinel_username,
+        "password": address.sentinel_password,
+        "socket_connect_timeout": SENTINEL_S,
+        "socket_timeout": SENTINEL_S,
+    }
+    return library.sentinel.Sentinel(list(address.hosts), sentinel_kwargs=settings)
+
+
+def _common(library: Any, address: RedisAddress) -> dict[str, Any]:
+    """Retries are ours: see :meth:`RedisClient.call`."""
+    common = {"protocol": 2, "retry": library.retry.Retry(library.backoff.NoBackoff(), 0)}
+    if not address.tls:
+        return common
+    return common | {
+        "ssl": True,
+        "ssl_ca_certs": address.ca,
+        "ssl_certfile": address.cert,
+        "ssl_keyfile": address.key,
+        "ssl_check_hostname": address.check_hostname,
+    }
