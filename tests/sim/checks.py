@@ -1,0 +1,268 @@
+"""What has to hold: after events, every half second of the story, and once all faults have ended."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstrata.master.directory.table import fold
+from kvstrata.master.liveness import NodeState as Liveness
+from kvstrata.master.state import MasterState
+from kvstrata.proto.status import BlockStatus, Tier
+from kvstrata.storage.records import VISIBLE, Block
+from tests.sim.clock import Steps
+from tests.sim.node_host import NodeHost
+from tests.sim.oracle import Key, Violation
+from tests.sim.plan import GROUPS, SALTS, chain, namespace
+
+if TYPE_CHECKING:
+    from tests.sim.master_host import MasterHost
+    from tests.sim.world import World
+
+CHECK_EVERY = 60
+TRUTH_S = 0.5
+#: A lowered limit leaves so much time to come down to it.
+LOWER_S = 20.0
+_LOADED, _STORED = int(BlockStatus.LOADED), int(BlockStatus.STORED)
+#: Why a block that a node has may not come: its tenant has too little memory to read it into.
+_NO_ROOM = frozenset({int(BlockStatus.NO_ROOM), int(BlockStatus.LATE)})
+
+
+class Checks:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._events = 0
+        self._truth_at = 0.0
+        self._limits: dict[str, int | None] = {}
+        self._allowed: dict[str, int] = {}  #: by limited tenant
+
+    # ------------------------------------------------------------------ on the way
+
+    def after_event(self) -> None:
+        self._events += 1
+        if self._events % CHECK_EVERY == 0:
+            self.structures()
+        if self._world.now >= self._truth_at:
+            self._truth_at = self._world.now + TRUTH_S
+            self.truth()
+            self.usage()
+
+    def structures(self) -> None:
+        """The ``check()`` of every state machine."""
+        for node in self._world.nodes.values():
+            if node.up:
+                node.check()
+        for master in self._world.masters.values():
+            if master.up:
+                master.check()
+
+    def truth(self) -> None:
+        """Every visible block of every node holds the bytes of a committed write that was not taken away."""
+        for node in self._world.nodes.values():
+            if not node.up:
+                continue
+            for key, block in visible(node, 0):
+                self._judge(node, key, bytes(block.bytes()), block, "memory")
+            for key, block in visible(node, 1):
+                kept = node.disk.slots.get((block.slab.index, block.slot))
+                if kept is None:
+                    raise Violation(f"INV-2: {key} is visible on the SSD of {node.name} and was not written")
+                self._judge(node, key, kept[2], block, "SSD")
+
+    def _judge(self, node: NodeHost, key: Key, data: bytes, block: Block, where: str) -> None:
+        oracle, now = self._world.oracle, self._world.now
+        write = oracle.judge(key, data, f"{where} of {node.name}")
+        if write.epoch != block.shelf.epoch:
+            raise Violation(f"INV-1: {key} of epoch {write.epoch} is on a shelf of epoch {block.shelf.epoch}")
+        oracle.standing(write, now, f"{where} of {node.name}")
+
+    # ------------------------------------------------------------------ usage
+
+    def limit_set(self, salt: str, limit: int | None) -> None:
+        """A tenant's limit of memory over the whole cluster, from now on."""
+        before = self._limits.get(salt)
+        self._limits[salt] = limit
+        if limit is None:
+            self._allowed.pop(salt, None)
+        elif before is None or limit < before or self._allowed[salt] > before:
+            self._allowed[salt] = self.used(salt) + limit
+        else:
+            self._allowed[salt] = limit
+
+    def usage(self) -> None:
+        """INV-11: no tenant uses more than its limit once its nodes work by that, nor ever more than it used and may
+        use together. Nodes work by a limit when what each may come to use, or uses still, is within it."""
+        for salt, limit in self._limits.items():
+            if limit is None:
+                continue
+            used = self.used(salt)
+            if self._allowed[salt] > limit and self._bound(salt) <= limit:
+                self._allowed[salt] = limit
+            if used > self._allowed[salt]:
+                allowed = self._allowed[salt]
+                raise Violation(
+                    f"INV-11: tenant {salt} uses {used} bytes of memory, and may use {allowed}: {self._shares(salt)}"
+                )
+
+    def _bound(self, salt: str) -> float:
+        """What may come to be used, by all that the nodes have been told, and by the books of those who tell them."""
+        total = 0.0
+        books = [master.hub.read(_ledgers(salt)) for master in self._world.masters.values() if master.up and master.hub]
+        if not books or max(books) > (self._limits[salt] or 0):
+            return math.inf  # a raise may be on its way
+        for node in self._world.nodes.values():
+            if not node.up:
+                return math.inf  # it comes back with what it remembers
+            share = node.state.quotas.limit(Tier.DRAM, salt, node.process.clock())
+            total += math.inf if share is None else max(share, node.state.inventory.policy.charges.get(salt, 0))
+        return total
+
+    def _shares(self, salt: str) -> str:
+        up = [node for node in self._world.nodes.values() if node.up]
+        return ", ".join(
+            f"{node.name} {node.state.inventory.policy.charges.get(salt, 0)} of "
+            f"{node.state.quotas.limit(Tier.DRAM, salt, node.process.clock())}"
+            for node in up
+        )
+
+    def used(self, salt: str) -> int:
+        return sum(node.state.inventory.policy.charges.get(salt, 0) for node in self._world.nodes.values() if node.up)
+
+    # ------------------------------------------------------------------ at the end
+
+    def converged(self) -> None:
+        """INV-7: each master's directory says what the nodes have, and no more."""
+        for master in self._world.masters.values():
+            self._agrees(master)
+        for salt, limit in self._limits.items():
+            if limit is not None and self.used(salt) > limit:
+                raise Violation(f"INV-11: tenant {salt} uses {self.used(salt)} bytes, long after a limit of {limit}")
+
+    def _agrees(self, master: MasterHost) -> None:
+        if not master.up:
+            raise Violation(f"INV-7: {master.name} is not up")
+        assert master.hub is not None
+        state = master.hub.read(lambda state, now: state)
+        for node in self._world.nodes.values():
+            known = state.nodes.get(node.name)
+            if known is None or known.state is not Liveness.ACTIVE:
+                what = "unknown" if known is None else known.state.value
+                raise Violation(f"INV-7: {node.name} is {what} at {master.name}, long after all faults ended")
+        for group in GROUPS:
+            for salt in SALTS:
+                self._table_agrees(master, group, salt)
+
+    def _table_agrees(self, master: MasterHost, group: str, salt: str) -> None:
+        hub, ns = master.hub, namespace(group)
+        assert hub is not None
+        keys = every_key(group)
+        holders: dict[bytes, set[str]] = defaultdict(set)
+        for node in self._world.nodes.values():
+            for tier in (0, 1):
+                for key, _ in visible(node, tier):
+                    if (key.group, key.salt) == (group, salt):
+                        holders[key.hash].add(node.name)
+        opened = hub.named(ns)
+        packed = b"".join(keys)
+        answer = hub.read(
+            lambda state, now: state.lookup(
+                ns, opened.group.number, salt, fold(packed, 16), "", now, opened.group.epoch
+            )
+        )
+        if answer.not_yet:
+            raise Violation(f"INV-7: {master.name} still says that it does not know yet")
+        present = answer.found.present.tolist()
+        codes = answer.found.codes.tolist()
+        names = hub.read(
+            lambda state, now: {code: state.membership.name_of((code - 1) >> 2) for code in set(codes) if code}
+        )
+        for key, here, code in zip(keys, present, codes, strict=True):
+            told = Key(group, salt, key)
+            if here and names[code] not in holders[key]:
+                raise Violation(
+                    f"INV-7: {master.name} says that {told} is on {names[code]}, and it is on {holders[key]}"
+                )
+            if not here and holders[key]:
+                raise Violation(f"INV-7: {master.name} does not know {told}, which is on {sorted(holders[key])}")
+
+    def read_all(self) -> Steps:
+        """INV-7: everything that some node has can be read."""
+        world = self._world
+        client = world.clients[world.plan.client_names[0]]
+        client.recent.__init__(clock=client.process.clock)  # type: ignore[misc]
+        client.handles.clear()
+        client.epochs.clear()
+        for tier in (0, 1):
+            for node in world.nodes.values():
+                for key, _ in list(visible(node, tier)):
+                    yield from self._read_one(client, node, key, tier)
+
+    def _read_one(self, client, node: NodeHost, key: Key, tier: int) -> Steps:  # type: ignore[no-untyped-def]
+        if key not in {k for t in (0, 1) for n in self._world.nodes.values() for k, _ in visible(n, t)}:
+            return  # it has left since, for what was read before it
+        status = yield from client.load(namespace(key.group), key.salt, key.hash, tier == 0)
+        limited = node.state.quotas.limit(Tier.DRAM, key.salt, node.process.clock()) is not None
+        if status[0] != _LOADED and not (limited and status[0] in _NO_ROOM):
+            if key not in {k for t in (0, 1) for n in self._world.nodes.values() for k, _ in visible(n, t)}:
+                return
+            why = BlockStatus(status[0]).name
+            raise Violation(
+                f"INV-7: {key} is on {node.name} ({'memory' if not tier else 'SSD'}) and a reader gets {why}"
+            )
+
+    def store_more(self) -> Steps:
+        """INV-10: with everything evictable, a store finds room."""
+        world = self._world
+        client = world.clients[world.plan.client_names[0]]
+        for number in range(3):
+            hashes = chain("llama", 100 + number, 4)
+            status = yield from client.store(namespace("llama"), "free", hashes, 0, True)
+            if status != [_STORED] * 4:
+                names = [BlockStatus(each).name for each in status]
+                raise Violation(f"INV-10: nothing is in use, and a store of 4 blocks ends in {names}")
+
+    def quiet(self) -> None:
+        """INV-5: nobody holds anything any more."""
+        for node in self._world.nodes.values():
+            state = node.state
+            held = {"leases": len(state.leases), "reservations": len(state.reservations), "sessions": state.sessions}
+            if node.ssd is not None:
+                moves = node.ssd.moves
+                held |= {
+                    "moves": moves.moving,
+                    "SSD reservations": len(moves.ssd.reservations),
+                    "ahead": moves.ahead_bytes,
+                }
+            if any(held.values()):
+                raise Violation(f"INV-5: {node.name} still has {held}")
+            for inventory in state.tiers():
+                odd = [block for block in inventory.blocks() if block.state != VISIBLE]
+                if odd:
+                    raise Violation(f"INV-5: {node.name} has {len(odd)} slots that nobody finds and nobody frees")
+
+
+def _ledgers(salt: str) -> Callable[[MasterState, float], int]:
+    def out(state: MasterState, now: float) -> int:
+        tenant = state.quotas._tenants.get(salt)
+        return tenant.ledgers[Tier.DRAM].out() if tenant is not None else 0
+
+    return out
+
+
+def visible(node: NodeHost, tier: int) -> list[tuple[Key, Block]]:
+    """What can be read there."""
+    tiers = node.state.tiers()
+    if not node.up or tier >= len(tiers):
+        return []
+    return [
+        (Key(shelf.entry.namespace.group, shelf.salt, key), block)
+        for shelf in tiers[tier].shelves.values()
+        for key, block in shelf.blocks.items()
+        if block.state == VISIBLE
+    ]
+
+
+def every_key(group: str) -> list[bytes]:
+    return [packed[i : i + 16] for n in range(4) for packed in [chain(group, n)] for i in range(0, len(packed), 16)]

@@ -1,0 +1,117 @@
+"""Run a plan to its end, or to the first thing that must not be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kvstrata.master.converters
+import kvstrata.master.hub
+import kvstrata.storage.copying.intake
+import kvstrata.storage.masters.outbox
+from tests.sim.clock import Future
+from tests.sim.oracle import BLOCK_BYTES, Violation
+from tests.sim.plan import Plan
+from tests.sim.world import World, folder
+
+#: After the last action, and after all faults have ended: everything must have come right by then.
+SETTLE_S = 20.0
+READ_S = 60.0
+QUIET_S = 8.0
+
+
+@dataclass
+class Result:
+    """``problem`` is empty when all held."""
+
+    plan: Plan
+    problem: str = ""
+    story: list[tuple[float, str]] = field(default_factory=list)
+    trace: str = ""
+    reads: int = 0
+    hits: int = 0
+    writes: int = 0
+    events: int = 0
+    seconds: float = 0.0
+
+    def told(self) -> str:
+        """The story in words."""
+        lines = [f"{at:8.3f}  {words}" for at, words in self.story]
+        return "\n".join([*lines, f"          {self.problem}"])
+
+
+@contextlib.contextmanager
+def scaled() -> Iterator[None]:
+    """Bounds that a small cluster comes to: snapshots of several parts, and nothing that sleeps for real."""
+    places = (
+        (kvstrata.storage.masters.outbox, "PART_HASHES", 5),
+        (kvstrata.master.converters, "HASHES_AN_EVENT", 3),
+        (kvstrata.master.hub, "BALANCE_BREATH_S", 0.0),
+        (kvstrata.storage.copying.intake, "PIECE_BYTES", 3 * BLOCK_BYTES),
+    )
+    before = [getattr(module, name) for module, name, _ in places]
+    level = logging.getLogger("kvstrata").level
+    logging.getLogger("kvstrata").setLevel(logging.CRITICAL + 1)
+    try:
+        for module, name, value in places:
+            setattr(module, name, value)
+        yield
+    finally:
+        logging.getLogger("kvstrata").setLevel(level)
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+
+
+def run(plan: Plan) -> Result:
+    """Everything of a plan, then the checks of the end."""
+    with scaled(), folder() as kept:
+        world = World(plan, Path(kept))
+        result = Result(plan, story=world.story)
+        try:
+            _run(world)
+        except Violation as error:
+            result.problem = str(error)
+        except Exception as error:  # noqa: BLE001  whatever the shipped code raises is a finding
+            result.problem = f"{type(error).__name__}: {error}"
+            result.trace = traceback.format_exc()
+        if result.problem:
+            world.tell("this must not be:")
+        oracle = world.oracle
+        result.reads, result.hits, result.writes = oracle.reads, oracle.hits, len(oracle.writes)
+        result.events, result.seconds = world.scheduler.count, world.now
+        return result
+
+
+def _run(world: World) -> None:
+    scheduler, checks = world.scheduler, world.checks
+    for action in world.plan.actions:
+        scheduler.run_until(action.at)
+        world.act(action)
+    scheduler.run_until(scheduler.now + 1.0)
+    world.mend()
+    scheduler.run_until(scheduler.now + SETTLE_S)
+    checks.structures()
+    checks.converged()
+    client = world.clients[world.plan.client_names[0]]
+    _finish(world, client.process.start(checks.read_all()))
+    scheduler.run_until(scheduler.now + QUIET_S)  # leases that were not given back end
+    _finish(world, client.process.start(checks.store_more()))
+    scheduler.run_until(scheduler.now + QUIET_S)
+    checks.structures()
+    checks.truth()
+    checks.quiet()
+    checks.converged()
+
+
+def _finish(world: World, over: Future) -> None:
+    until = world.now + READ_S
+    while not over.done and world.now < until:
+        world.scheduler.run_until(world.now + 0.25)
+    if not over.done:
+        raise Violation(f"a reader is not done after {READ_S:.0f} s")
+    if over.problem is not None:
+        raise Violation(f"a reader gave up: {over.problem}")
