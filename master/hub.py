@@ -227,7 +227,7 @@ class Hub:
         boot_id: str,
         epoch: int | None = None,
         request: str = "",
-        avoid: Collection[str] = (),
+        avoid: Collection[m.Process] = (),
     ) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
         """Where blocks are, and the nodes that the codes' slots name.
 
@@ -257,7 +257,7 @@ class Hub:
         hashes: bytes,
         boot_id: str,
         epoch: int | None = None,
-        avoid: Collection[str] = (),
+        avoid: Collection[m.Process] = (),
     ) -> tuple[Placed, dict[int, m.NodeFacts]]:
         """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`,
         and :class:`NotLeader` when another master leads: its placement is the better one."""
