@@ -64,18 +64,26 @@ class Directory:
         packed: bytes,
         deadline: float,
         request: str = "",
-        avoid: Sequence[str] = (),
+        avoid: Sequence[Endpoint] = (),
     ) -> Located:
         """``request``: the engine's name of the request that asks, for the master's log of lookups.
-        ``avoid``: ids of nodes that are not to be named for a block which another node has, at most ``AVOID_MAX``.
+        ``avoid``: nodes that are not to be named for a block which another node has, at most ``AVOID_MAX``.
 
         A master that is still being told what the nodes hold is asked last.
         Raises :class:`Unavailable` (:class:`Late` when time ran out), or the refusal of the call."""
 
+        ids, incarnations = [node.node_id for node in avoid], [node.incarnation for node in avoid]
+
         def ask(piece: bytes) -> Located:
             def build(handle: int) -> Message:
                 return pb.Lookup(
-                    ns=handle, salt=salt, hashes=piece, epoch=namespace.epoch, request=request, avoid=avoid
+                    ns=handle,
+                    salt=salt,
+                    hashes=piece,
+                    epoch=namespace.epoch,
+                    request=request,
+                    avoid=ids,
+                    avoid_incarnation=incarnations,
                 )
 
             count = len(piece) // namespace.hash_bytes
@@ -94,13 +102,22 @@ class Directory:
         packed: bytes,
         boot_id: str,
         deadline: float,
-        avoid: Sequence[str] = (),
+        avoid: Sequence[Endpoint] = (),
     ) -> Placed:
         """Where to store; ``avoid`` and errors as for :meth:`lookup`."""
+        ids, incarnations = [node.node_id for node in avoid], [node.incarnation for node in avoid]
 
         def ask(piece: bytes) -> Placed:
             def build(handle: int) -> Message:
-                return pb.Place(ns=handle, salt=salt, hashes=piece, boot_id=boot_id, epoch=namespace.epoch, avoid=avoid)
+                return pb.Place(
+                    ns=handle,
+                    salt=salt,
+                    hashes=piece,
+                    boot_id=boot_id,
+                    epoch=namespace.epoch,
+                    avoid=ids,
+                    avoid_incarnation=incarnations,
+                )
 
             count = len(piece) // namespace.hash_bytes
             decode = _decoder(pb.PlaceOk, lambda reply: decode_place(reply, count))

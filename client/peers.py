@@ -42,7 +42,7 @@ class Peers:
         self._lock = threading.Lock()
         self._local: Peer | None = None
         self._next_lost = 0
-        self._lost: tuple[str, ...] = ()
+        self._lost: tuple[Endpoint, ...] = ()
         self._closed = False
 
     def get(self, endpoint: Endpoint) -> Peer | None:
@@ -63,18 +63,18 @@ class Peers:
     def any_reachable(self) -> bool:
         return any(known.peer is not None and known.peer.reachable() for known in self.all())
 
-    def lost(self) -> tuple[str, ...]:
-        """Ids of nodes that were out of reach when last seen to, at most ``AVOID_MAX``."""
+    def lost(self) -> tuple[Endpoint, ...]:
+        """Nodes that were out of reach when last seen to, at most ``AVOID_MAX``."""
         return self._lost
 
-    def avoiding(self, node_ids: Iterable[str]) -> list[str]:
+    def avoiding(self, nodes: Iterable[Endpoint]) -> list[Endpoint]:
         """These and those out of reach, each once, at most ``AVOID_MAX``: what a question asks to avoid."""
-        return list(dict.fromkeys([*node_ids, *self._lost]))[:AVOID_MAX]
+        return list(dict.fromkeys([*nodes, *self._lost]))[:AVOID_MAX]
 
-    def lose(self, node_id: str) -> None:
+    def lose(self, node: Endpoint) -> None:
         """A call found this node out of reach: so it is until the next upkeep has looked."""
-        if node_id not in self._lost:
-            self._lost = (node_id, *self._lost)[:AVOID_MAX]
+        if node not in self._lost:
+            self._lost = (node, *self._lost)[:AVOID_MAX]
 
     def _learn(self, endpoint: Endpoint) -> Peer | None:
         with self._lock:
@@ -124,7 +124,8 @@ class Peers:
         with self._lock:
             self._find_local()
             peers = [known.peer for known in self._known.values() if known.peer is not None]
-            away = (id for id, known in self._known.items() if known.peer is None or not known.peer.reachable())
+            known_now = self._known.values()
+            away = (known.endpoint for known in known_now if known.peer is None or not known.peer.reachable())
             self._lost = tuple(islice(away, AVOID_MAX))
         problem: Exception | None = None
         lost = [peer for peer in peers if not peer.reachable()]

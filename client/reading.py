@@ -150,7 +150,7 @@ class Reader:
         Returns how many more replicas there may be, for the blocks that failed again.
         """
         asked, status = work.asked, work.status
-        avoid = self._peers.avoiding(node.node_id for node in work.tried)
+        avoid = self._peers.avoiding(work.tried)
         try:
             located = self._directory.lookup(asked.namespace, asked.salt, asked.hashes, asked.deadline, avoid=avoid)
         except WHOLE_CALL:
@@ -240,7 +240,7 @@ class Reader:
                 at = np.flatnonzero(status == code)
                 self._report(work.asked, node, hashes, at, fetched.delta_seq, BlockStatus(code))
         if (status == _NODE_LOST).any():
-            self._peers.lose(node.node_id)
+            self._peers.lose(node)
         work.fill(where, fetched, status)
 
     def _report(

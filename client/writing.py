@@ -109,7 +109,7 @@ class Writer:
     ) -> tuple[int, Hint]:
         """Offer what its nodes ``refused`` (bool[n]) to other nodes, once: bytes moved, and where all blocks are."""
         codes, nodes = first
-        avoid = {nodes[(code - 1) >> 2].node_id for code in np.unique(codes[refused & (codes != 0)]).tolist()}
+        avoid = {nodes[(code - 1) >> 2] for code in np.unique(codes[refused & (codes != 0)]).tolist()}
         try:
             again = self._ask(offered, self._peers.avoiding(avoid))
         except WHOLE_CALL:
@@ -117,19 +117,19 @@ class Writer:
         except KVError as error:
             log.debug("not placed again", reason=f"{type(error).__name__}: {error}")
             return 0, first
-        others = np.array([False, *(node.node_id not in avoid for node in again.nodes for _ in range(4))])
+        others = np.array([False, *(node not in avoid for node in again.nodes for _ in range(4))])
         taken = refused & others[again.codes]
         again = Placed(np.where(taken, again.codes, 0).astype(np.uint16), again.states, again.nodes)
         status[taken & (again.states == PlaceState.IN_FLIGHT)] = BlockStatus.IN_FLIGHT
         moved = self._send(offered, again, again.states, status, durable)
         return moved, chosen(first, (again.codes, again.nodes), taken)
 
-    def _ask(self, offered: Offered, avoid: Sequence[str]) -> Placed:
+    def _ask(self, offered: Offered, avoid: Sequence[Endpoint]) -> Placed:
         return self._directory.place(
             offered.namespace, offered.salt, offered.hashes, self._peers.boot_id, offered.deadline, avoid
         )
 
-    def _place(self, offered: Offered, status: npt.NDArray[np.uint8], avoid: Sequence[str]) -> Placed | None:
+    def _place(self, offered: Offered, status: npt.NDArray[np.uint8], avoid: Sequence[Endpoint]) -> Placed | None:
         """Where each block goes; with no master the node on this host. None: nowhere, ``status`` says why."""
         try:
             return self._ask(offered, avoid)
@@ -172,7 +172,7 @@ class Writer:
             pushed = self._push_all(peer, offered, run.where)
             status[run.where] = pushed.status
             if (pushed.status == _NODE_LOST).any():
-                self._peers.lose(node.node_id)
+                self._peers.lose(node)
             if pushed.durable is not None:
                 durable[run.where] = pushed.durable
             self._report_refused(offered, node, run.where, pushed.status)

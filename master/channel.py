@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from kvstrata.master import messages as m
@@ -93,7 +94,7 @@ class MasterChannel:
         request = expect(pb.Lookup, frame, Kind.LOOKUP)
         opened = self._hub.opened(request.ns)
         host = connection.owner.hello.boot_id
-        avoid = frozenset(request.avoid[:AVOID_MAX])
+        avoid = _avoided(request)
         answer, nodes = self._hub.lookup(
             opened, request.salt, request.hashes, host, request.epoch, request.request, avoid
         )
@@ -103,7 +104,7 @@ class MasterChannel:
         request = expect(pb.Place, frame, Kind.PLACE)
         opened = self._hub.opened(request.ns)
         host = request.boot_id or connection.owner.hello.boot_id
-        avoid = frozenset(request.avoid[:AVOID_MAX])
+        avoid = _avoided(request)
         placed, nodes = self._hub.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
 
@@ -136,6 +137,10 @@ class MasterChannel:
         beat = expect(pb.Heartbeat, frame, Kind.HEARTBEAT)
         event = m.Heartbeat(beat.node_id, beat.incarnation, beat.progress_age_ms / 1000, beat.dying)
         return Reply(Kind.HEARTBEAT_OK, pb.HeartbeatOk(known=self._hub.heartbeat(event)).SerializeToString())
+
+
+def _avoided(request: pb.Lookup | pb.Place) -> frozenset[m.Process]:
+    return frozenset(islice(zip(request.avoid, request.avoid_incarnation, strict=False), AVOID_MAX))
 
 
 def _host_of(session: Session) -> str:

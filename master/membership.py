@@ -99,11 +99,12 @@ class Membership:
         names = (n.node_id for n in self.nodes if n.attachment is not None and n.attachment.slot == slot)
         return next(names, "")
 
-    def slots_of(self, node_ids: Collection[str]) -> frozenset[int]:
-        """Directory slots of those of the nodes that readers may be sent to."""
-        if not node_ids:
+    def slots_of(self, processes: Collection[m.Process]) -> frozenset[int]:
+        """Directory slots of those of the nodes, in this very incarnation, that readers may be sent to."""
+        if not processes:
             return frozenset()
-        return frozenset(slot for slot, facts in self.slot_facts.items() if facts.node_id in node_ids)
+        facts = self.slot_facts.items()
+        return frozenset(slot for slot, fact in facts if (fact.node_id, fact.incarnation) in processes)
 
     def active(self) -> dict[int, Node]:
         """Nodes that may be read from and written to, by directory slot."""

@@ -72,6 +72,10 @@ class Device:
     problem: str = ""
 
 
+#: One life of a node: its id and incarnation.
+Process = tuple[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class NodeUsage:
     """A node's report on itself, each second. ``tenants``: those that changed since the report before."""

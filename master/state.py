@@ -370,7 +370,7 @@ class MasterState:
         boot_id: str,
         now: float,
         epoch: int | None = None,
-        avoid: Collection[str] = (),
+        avoid: Collection[m.Process] = (),
     ) -> LookedUp:
         """Where blocks are. Pins nothing, renews nothing.
 
@@ -428,7 +428,7 @@ class MasterState:
         boot_id: str,
         now: float,
         epoch: int | None = None,
-        avoid: Collection[str] = (),
+        avoid: Collection[m.Process] = (),
     ) -> Placed:
         """Where to store blocks: there already, in flight, or a node; one in ``avoid`` when there is no other.
 

@@ -106,20 +106,22 @@ class NamespaceHandle(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Lookup(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "epoch", "request", "avoid")
+    __slots__ = ("ns", "salt", "hashes", "epoch", "request", "avoid", "avoid_incarnation")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
+    AVOID_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     epoch: int
     request: str
     avoid: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
+    avoid_incarnation: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookupOk(_message.Message):
     __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes", "replicas")
@@ -156,20 +158,22 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid")
+    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid", "avoid_incarnation")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
+    AVOID_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
     boot_id: str
     epoch: int
     avoid: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
+    avoid_incarnation: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PlaceOk(_message.Message):
     __slots__ = ("run_code", "run_state", "run_length", "nodes")

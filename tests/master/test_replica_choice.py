@@ -15,14 +15,18 @@ MIB = 1 << 20
 
 def named(world: World, *numbers: int, avoid: tuple[str, ...] = ()) -> list[str]:
     """The node that a lookup names for each block; "" for none."""
-    answer = world.state.lookup(NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, avoid)
+    answer = world.state.lookup(
+        NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, {(name, 1) for name in avoid}
+    )
     facts = world.state.membership.slot_facts
     return [facts[(code - 1) >> 2].node_id if code else "" for code in answer.found.codes.tolist()]
 
 
 def placed(world: World, *numbers: int, avoid: tuple[str, ...] = ()) -> tuple[set[str], set[int]]:
     """The nodes that blocks are placed on, and their states."""
-    answer = world.state.place(NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, avoid)
+    answer = world.state.place(
+        NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, {(name, 1) for name in avoid}
+    )
     facts = world.state.membership.slot_facts
     return {facts[(code - 1) >> 2].node_id for code in answer.codes.tolist()}, set(answer.states.tolist())
 
@@ -36,6 +40,16 @@ def test_another_replica_is_named_for_a_node_that_cannot_be_reached() -> None:
     assert named(world, 3, avoid=("a", "b")) == ["c"]
     assert named(world, 1, 9, avoid=("a", "nobody")) == ["a", ""]
     assert named(world, 2, avoid=("a", "b")) != [""], "with all of them avoided it is still there"
+
+
+def test_a_node_that_was_started_again_is_not_the_one_that_could_not_be_reached() -> None:
+    world = World()
+    world.up(1, node_id="a", incarnation=2)
+    world.up(1, node_id="b")
+    a_only = {name for start in range(16) for name in named(world, 1, avoid=("b",))}
+    assert a_only == {"a"}
+    world.up(2, node_id="c", incarnation=2)
+    assert {name for at in range(300) for name in placed(world, 100 + at, avoid=("a", "b", "c"))[0]} == {"a", "c"}
 
 
 def test_a_writer_is_sent_elsewhere() -> None:
