@@ -303,10 +303,10 @@ def drained(outbox: Outbox) -> list[tuple[m.Send, Stamp]]:
 
 def test_one_of_two_leads_and_the_other_says_who(pair: Pair) -> None:
     assert pair.hubs["b"].leads() == (False, "a:1")
-    with pytest.raises(NotLeader, match="the leader is a:1$"):
+    with pytest.raises(NotLeader, match=r"the leader is a:1$"):
         pair.limit("b")
     opened = pair.hubs["b"].named(NS)
-    with pytest.raises(NotLeader, match="the leader is a:1$"):
+    with pytest.raises(NotLeader, match=r"the leader is a:1$"):
         pair.hubs["b"].place(opened, "", hashes(1), "")
     with pytest.raises(NotLeader):
         pair.hubs["b"].remove(opened, "", hashes(1), 0.0)
@@ -326,7 +326,7 @@ def test_policies_go_over_to_the_next_leader(pair: Pair) -> None:
     pair.limit("b", "u")
     pair.turn("a")
     assert pair.leads() == "b" and not pair.policies("a")
-    with pytest.raises(NotLeader, match="the leader is b:1$"):
+    with pytest.raises(NotLeader, match=r"the leader is b:1$"):
         pair.limit("a")
 
 
