@@ -203,8 +203,14 @@ class Planner:
 def _fit(
     targets: Targets, salt: str, tier: Tier, nbytes: int, holders: set[str], hosts: set[str], why: Why
 ) -> tuple[list[Target], Tier]:
-    """Targets in the tier that the block is in; else in memory, where some is free."""
-    fit = targets.choose(salt, tier, nbytes, holders, hosts, pressing=why.pressing)
-    if not fit and tier == Tier.SSD:
-        return targets.choose(salt, Tier.DRAM, nbytes, holders, hosts, pressing=False), Tier.DRAM
-    return fit, tier
+    """Targets, and the tier there: the one that the block is in, else the other if it has room to spare.
+
+    What found no room at its target is tried in the other tier first.
+    """
+    other = Tier.DRAM if tier == Tier.SSD else Tier.SSD
+    for where in (other, tier) if why.attempts else (tier, other):
+        pressing = why.pressing and where == tier
+        fit = targets.choose(salt, where, nbytes, holders, hosts, pressing=pressing)
+        if fit:
+            return fit, where
+    return [], tier

@@ -76,7 +76,7 @@ class RealPool:
             for index in range(nodes):
                 self.start_node(index)
             with AdminClient(self.address) as admin:
-                until(lambda: sum(row.state == "active" for row in admin.nodes()) == nodes)
+                until(lambda: sum(row.state == "active" for row in admin.nodes()) == nodes, READY_S)
         except BaseException:
             self.end()
             raise

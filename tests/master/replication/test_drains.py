@@ -246,3 +246,14 @@ def test_a_node_that_is_away_hears_later_that_it_stays() -> None:
     node.draining = command
     pool.run(1)
     assert not node.draining
+
+
+def test_what_finds_no_memory_free_goes_to_ssd() -> None:
+    pool = pool_of(nodes=2, replicas=1, blocks_max=20, ssd_max=64)
+    pool.store("n0", *range(20))
+    pool.store("n1", *range(100, 120))
+    pool.run(1)
+    pool.drain("n0")
+    pool.until(lambda: over(pool, "n0"))
+    assert pool.drain_of("n0").bytes_failed == 0
+    assert len(pool.nodes["n1"].ssd) == 20 and len(pool.nodes["n1"].dram) == 20
