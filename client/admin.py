@@ -281,13 +281,28 @@ class AdminClient:
         try:
             return link.call(kind, rpc, request, timeout_s)
         except NotLeader as error:
-            self._leader = leader_in(str(error))
+            self._leader = leader_in(str(error)) or self._known_to_others(link)
             if not self._leader or not str(error).startswith(_NOT_LEADER):
                 raise Unavailable(f"{error}: try again in a few seconds") from error
         try:
             return self._link(self._leader).call(kind, rpc, request, timeout_s)
         except (Unavailable, NotLeader) as error:
             raise Unavailable(f"the leader, {self._leader}, does not answer as one: {error}. Try again") from error
+
+    def _known_to_others(self, asked: _Link) -> str:
+        """Who leads, where a master that is cut off does not know it: by what the others say of themselves first."""
+        named = ""
+        for address in self._addresses:
+            if address == asked.address:
+                continue
+            try:
+                hello = _greet(address)
+            except Unavailable:
+                continue
+            if hello.leading:
+                return address
+            named = named or hello.leader
+        return named
 
     def _link(self, address: str) -> _Link:
         link = self._links.get(address)
