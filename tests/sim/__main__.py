@@ -8,8 +8,10 @@ import os
 import sys
 import time
 
+from tests.sim.mutants import MUTANTS
 from tests.sim.plan import FAULTS, planned
 from tests.sim.runner import run
+from tests.sim.shrink import shrunk
 
 
 def main() -> int:
@@ -19,15 +21,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--masters", type=int, help="instead of what the seed says")
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; empty for none")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="break the shipped code on purpose")
+    parser.add_argument("--first", action="store_true", help="stop at the first seed that fails")
+    parser.add_argument("--shrink", type=float, default=0.0, help="seconds for making a failing story short")
     parser.add_argument("--story", action="store_true", help="also of seeds in which all held")
     parser.add_argument("--json", action="store_true", help="one line a seed")
     options = parser.parse_args()
     faults = frozenset(part for part in options.faults.split(",") if part)
-    failed = 0
+    if options.mutant:
+        MUTANTS[options.mutant].apply()
+    failed = done = 0
     began = time.perf_counter()
     for seed in range(options.seed, options.seed + options.seeds):
         result = run(planned(seed, options.steps, faults, options.masters))
         failed += bool(result.problem)
+        done += 1
+        if result.problem and options.shrink:
+            result = shrunk(result, options.shrink)
         if options.json:
             print(json.dumps({"seed": seed, "problem": result.problem, "reads": result.reads, "hits": result.hits}))
         elif result.problem or options.story:
@@ -37,8 +47,10 @@ def main() -> int:
         else:
             print(f"seed {seed}: {result.reads} reads, {result.hits} hits, {result.writes} writes, "
                   f"{result.events} events in {result.seconds:.0f} s")  # fmt: skip
+        if failed and options.first:
+            break
     took = time.perf_counter() - began
-    print(f"{options.seeds} seeds, {failed} failed, {options.seeds / took:.2f} seeds/s", file=sys.stderr)
+    print(f"{done} seeds, {failed} failed, {done / took:.2f} seeds/s", file=sys.stderr)
     return min(failed, 1)
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tests.sim.master_host import MasterHost
     from tests.sim.world import World
 
-CHECK_EVERY = 60
+#: After so many events one host is checked, each in its turn.
+CHECK_EVERY = 25
 TRUTH_S = 0.5
 #: A lowered limit leaves so much time to come down to it.
 LOWER_S = 20.0
@@ -43,7 +44,7 @@ class Checks:
     def after_event(self) -> None:
         self._events += 1
         if self._events % CHECK_EVERY == 0:
-            self.structures()
+            self._one(self._events // CHECK_EVERY)
         if self._world.now >= self._truth_at:
             self._truth_at = self._world.now + TRUTH_S
             self.truth()
@@ -51,12 +52,15 @@ class Checks:
 
     def structures(self) -> None:
         """The ``check()`` of every state machine."""
-        for node in self._world.nodes.values():
-            if node.up:
-                node.check()
-        for master in self._world.masters.values():
-            if master.up:
-                master.check()
+        for turn in range(len(self._world.nodes) + len(self._world.masters)):
+            self._one(turn)
+
+    def _one(self, turn: int) -> None:
+        """One host's turn to be checked."""
+        hosts = [*self._world.nodes.values(), *self._world.masters.values()]
+        host = hosts[turn % len(hosts)]
+        if host.up:
+            host.check()
 
     def truth(self) -> None:
         """Every visible block of every node holds the bytes of a committed write that was not taken away."""
@@ -131,6 +135,14 @@ class Checks:
         return sum(node.state.inventory.policy.charges.get(salt, 0) for node in self._world.nodes.values() if node.up)
 
     # ------------------------------------------------------------------ at the end
+
+    def cleared(self) -> None:
+        """Everybody is back: what was answered is done by now, also on nodes that were not reached then."""
+        for clearing in self._world.oracle.clearings:
+            if clearing.answered and clearing.done_at is None:
+                clearing.done_at = self._world.now
+        self._world.scheduler.run_until(self._world.now + 0.01)
+        self.truth()
 
     def converged(self) -> None:
         """INV-7: each master's directory says what the nodes have, and no more."""

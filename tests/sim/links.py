@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.sim.node_host import NodeHost
 
 POLL_S = 0.1
+ORDERS = frozenset({"remove", "drop", "shares", "copy", "surplus", "drain"})
 
 
 class SimLink:
@@ -95,7 +96,11 @@ class SimLink:
         return over
 
     def _heard(self, data: bytes, outbox: Outbox) -> None:
-        self.link._heard(control.MasterMessage.FromString(data), outbox)
+        message = control.MasterMessage.FromString(data)
+        refused = self._node.commands.fence.refused
+        self.link._heard(message, outbox)
+        if message.WhichOneof("body") in ORDERS and self._node.commands.fence.refused == refused:
+            self._node.obeyed(message.leader_epoch, message.leader_id)
         self.wake()
 
     def _say(self) -> None:

@@ -40,7 +40,7 @@ from tests.sim.copies import SimCopier
 from tests.sim.links import SimLink, beat
 from tests.sim.memory import HeapSlab, heap_arena, scribble
 from tests.sim.network import End
-from tests.sim.oracle import BLOCK_BYTES
+from tests.sim.oracle import BLOCK_BYTES, Violation
 from tests.sim.wires import PROGRESS_S, Answer, Ask, FakeConnection, Hello, Progress, Session, failure
 from tests.storage.memory_store import Disk, MemoryStore
 
@@ -98,6 +98,8 @@ class NodeHost:
         self.links: list[SimLink] = []
         policies = PolicyFile(self.folder)
         quotas, epochs = policies.restored()
+        kept = policies.fence()
+        self.leader = kept.epoch, kept.leader_id
         self.arena = heap_arena(self.plan.slabs, slot_size(BLOCK_BYTES))
         store = SimStore(self.plan.extents, self.disk, extent_bytes=EXTENT_BYTES) if self.plan.extents else None
         self.store = store
@@ -168,6 +170,13 @@ class NodeHost:
     def changed(self) -> None:
         for link in self.links:
             link.wake()
+
+    def obeyed(self, epoch: int, leader_id: str) -> None:
+        """An order was carried out: never one of an earlier leader than one before, nor of two leaders of an epoch."""
+        last, last_id = self.leader
+        if epoch < last or (epoch == last and leader_id != last_id):
+            raise Violation(f"leaders: {self.name} obeys {leader_id} of epoch {epoch} after {last_id} of epoch {last}")
+        self.leader = epoch, leader_id
 
     def acknowledged(self) -> None:
         acked = [link.link.acked_seq for link in self.links if link.link.catches_up(self.process.clock())]

@@ -36,7 +36,7 @@ class Result:
     hits: int = 0
     writes: int = 0
     events: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  #: of the story
 
     def told(self) -> str:
         """The story in words."""
@@ -95,6 +95,7 @@ def _run(world: World) -> None:
     world.mend()
     scheduler.run_until(scheduler.now + SETTLE_S)
     checks.structures()
+    checks.cleared()
     checks.converged()
     client = world.clients[world.plan.client_names[0]]
     _finish(world, client.process.start(checks.read_all()))
