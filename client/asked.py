@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from kvstrata.client.namespace import PoolNamespace
@@ -11,7 +12,8 @@ from kvstrata.transfer.base import Named
 
 @dataclass(slots=True)
 class Asked:
-    """``count`` blocks by packed ``hashes``; ``limit`` bounds the blocks of one message."""
+    """``count`` blocks by packed ``hashes``; ``limit`` bounds the blocks of one message. What is being tried now may
+    take until ``attempt_deadline``."""
 
     namespace: PoolNamespace
     salt: str
@@ -19,6 +21,15 @@ class Asked:
     count: int
     deadline: float
     limit: int
+    attempt_deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.attempt_deadline = self.attempt_deadline or self.deadline
+
+    def pace(self, *, others: bool) -> None:
+        """Begin an attempt: it has all the time that is left, or half of it when ``others`` could still serve."""
+        now = time.monotonic()
+        self.attempt_deadline = now + (self.deadline - now) / 2 if others and now < self.deadline else self.deadline
 
     def named(self, positions: Positions) -> Named:
         """Some of the call's blocks, by name alone."""

@@ -18,11 +18,11 @@ from kvstrata.transfer.regions import BlockView
 
 def copying(asked: Asked, blocks: BlockView, verify: Verify) -> Attempt:
     """Block i of the call into row i of ``blocks``."""
-    namespace, salt, deadline = asked.namespace, asked.salt, asked.deadline
+    namespace, salt = asked.namespace, asked.salt
 
     def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         into = blocks if where is None else blocks[where]
-        return peer.fetch(Fetch(namespace, salt, hashes, into, deadline, verify, namespace.epoch))
+        return peer.fetch(Fetch(namespace, salt, hashes, into, asked.attempt_deadline, verify, namespace.epoch))
 
     return fetch
 
@@ -33,7 +33,7 @@ def viewing(asked: Asked, view: View, refusals: list[Refused]) -> Attempt:
     def lease(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         positions = np.arange(asked.count)[slice(None) if where is None else where].tolist()
         try:
-            held = peer.view(asked.namespace, asked.salt, hashes, asked.deadline, asked.namespace.epoch)
+            held = peer.view(asked.namespace, asked.salt, hashes, asked.attempt_deadline, asked.namespace.epoch)
         except WHOLE_CALL:
             raise
         except Refused as error:

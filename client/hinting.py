@@ -46,7 +46,7 @@ class Hinter:
         where = self._where(asked, started)
         if where is None:
             return 0
-        codes, nodes = where
+        codes, nodes, _ = where
         groups = by_node(codes, None, asked.limit)
         return sum(self._fanout.run([partial(self._tell, asked, kind, ttl_s, nodes[g[0].node], g) for g in groups]))
 
@@ -55,7 +55,7 @@ class Hinter:
         if known is not None and known[0].all():
             return known
         _, located = self._looker.locate(asked.namespace, asked.salt, asked.hashes, started, asked.deadline)
-        return known if located is None else (located.codes, located.nodes)
+        return known if located is None else Hint(located.codes, located.nodes, located.replicas)
 
     def _tell(self, asked: Asked, kind: HintKind, ttl_s: float, node: Endpoint, parts: list[Part]) -> int:
         peer, moved = self._peers.get(node), 0

@@ -24,8 +24,6 @@ from kvstrata.transfer.base import Endpoint
 U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 
-Hint = tuple[U16, tuple[Endpoint, ...]]
-
 NODES_MAX: Final = ((1 << 16) - 1) // 4
 #: Tenants whose last answers are kept, and answers for each.
 TENANTS_MAX: Final = 64
@@ -60,6 +58,14 @@ class Placed:
     codes: U16
     states: U8
     nodes: tuple[Endpoint, ...]
+
+
+class Hint(NamedTuple):
+    """Where blocks were: ``codes`` u16[n] into ``nodes``; ``replicas`` as in :class:`Located`."""
+
+    codes: U16
+    nodes: tuple[Endpoint, ...]
+    replicas: int = 0
 
 
 # -------------------------------------------------------------------- decoding
@@ -151,9 +157,9 @@ def _join_codes(parts: Sequence[tuple[U16, tuple[Endpoint, ...]]]) -> tuple[U16,
 
 def chosen(first: Hint, second: Hint, take_second: Mask) -> Hint:
     """The codes of ``second`` where ``take_second`` (bool[n]), of ``first`` elsewhere."""
-    codes, nodes = _join_codes([first, second])
-    count = len(first[0])
-    return np.where(take_second, codes[count:], codes[:count]).astype(np.uint16), nodes
+    codes, nodes = _join_codes([first[:2], second[:2]])
+    count = len(first.codes)
+    return Hint(np.where(take_second, codes[count:], codes[:count]).astype(np.uint16), nodes)
 
 
 def _join_hits(parts: Iterable[tuple[int, int]]) -> int:
@@ -209,6 +215,7 @@ class RecentLocations:
         *,
         epoch: int = 0,
         stored: bool = False,
+        replicas: int = 0,
     ) -> None:
         """Keep an answer in front of older ones; one for the same hashes is replaced.
 
@@ -219,7 +226,7 @@ class RecentLocations:
         key, now = (namespace, salt, epoch), self._clock()
         with self._lock:
             known = self._tenants.pop(key, [])
-            hint = (codes, nodes)
+            hint = Hint(codes, nodes, replicas)
             if not stored and not codes.all():
                 hint = _with_own_stores(hint, packed, [a for a in known if a.news_until > now], namespace.hash_bytes)
             kept = [a for a in known if a.packed != packed or (not stored and a.news_until > now)]
@@ -233,7 +240,7 @@ class RecentLocations:
             self._tenants.pop((namespace, salt, epoch), None)
 
     def find(self, namespace: Namespace, salt: str, packed: bytes, *, epoch: int = 0) -> Hint | None:
-        """(codes, nodes) of the newest answer that holds ``packed`` as a contiguous run, cut to it; else None."""
+        """What the newest answer says that holds ``packed`` as a contiguous run, cut to it; else None."""
         answers = self._tenants.get((namespace, salt, epoch))
         if answers is None:
             return None
@@ -243,13 +250,13 @@ class RecentLocations:
             if len(known) > len(packed):
                 start = _run_in(known, packed, namespace.hash_bytes)
                 if start >= 0:
-                    return hint[0][start : start + len(packed) // namespace.hash_bytes], hint[1]
+                    return hint._replace(codes=hint.codes[start : start + len(packed) // namespace.hash_bytes])
         return None
 
 
 def _with_own_stores(hint: Hint, packed: bytes, stores: Sequence[_Answer], hash_bytes: int) -> Hint:
     """``hint`` for ``packed``, its absent blocks filled in from what this client has just stored."""
-    codes, nodes = hint
+    codes, nodes, replicas = hint
     for stored in stores:
         inner, outer = sorted((packed, stored.packed), key=len)
         start = 0 if inner == outer else _run_in(outer, inner, hash_bytes)
@@ -258,10 +265,10 @@ def _with_own_stores(hint: Hint, packed: bytes, stores: Sequence[_Answer], hash_
         count = len(inner) // hash_bytes
         theirs = slice(start, start + count) if outer is stored.packed else slice(0, count)
         ours = slice(start, start + count) if outer is packed else slice(0, count)
-        both, nodes = _join_codes([(codes, nodes), (stored.hint[0][theirs], stored.hint[1])])
+        both, nodes = _join_codes([(codes, nodes), (stored.hint.codes[theirs], stored.hint.nodes)])
         codes = both[: len(codes)].copy()
         codes[ours] = np.where(codes[ours] == 0, both[len(codes) :], codes[ours])
-    return codes, nodes
+    return Hint(codes, nodes, replicas)
 
 
 def _run_in(known: bytes, packed: bytes, hash_bytes: int) -> int:

@@ -46,7 +46,8 @@ class Looker:
         except KVError as error:
             found = _unanswered(count, unanswered(error).name.lower(), time.monotonic() - started)
         else:
-            self._recent.remember(namespace, salt, packed, located.codes, located.nodes, epoch=namespace.epoch)
+            codes, nodes, replicas = located.codes, located.nodes, located.replicas
+            self._recent.remember(namespace, salt, packed, codes, nodes, epoch=namespace.epoch, replicas=replicas)
             found = _answered(located, time.monotonic() - started)
         self._counters.add("lookup", found.reasons)
         return found, located

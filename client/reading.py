@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstrata.client.asked import Asked
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
-from kvstrata.client.locations import U16, RecentLocations
+from kvstrata.client.locations import U16, Hint, RecentLocations
 from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first, pieces_of_node, positions_of
@@ -116,7 +116,8 @@ class Reader:
         Raises only refusals of the whole call. Every position of ``status`` is decided.
         """
         hint = self._recent.find(asked.namespace, asked.salt, asked.hashes, epoch=asked.namespace.epoch)
-        peer = self._peers.sole_local() if hint is None else self._only_peer(*hint)
+        peer = self._peers.sole_local() if hint is None else self._only_peer(hint)
+        asked.pace(others=hint is not None and hint.replicas > 1)
         if peer is not None and asked.count <= asked.limit:
             fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
             if fetched.status.tobytes().count(_LOADED) == asked.count:
@@ -127,7 +128,7 @@ class Reader:
         else:
             work = _Work.new(asked, attempt)
             if hint is not None:
-                self._round(work, *hint, None)
+                self._round(work, hint.codes, hint.nodes, None)
         rounds, left = 0, 1
         while left and rounds < ROUNDS_MAX:
             positions = np.flatnonzero(_OPEN[work.status])
@@ -137,12 +138,13 @@ class Reader:
             left = self._afresh(work, positions, rounds)
         return Fetched(work.status, work.tier, 0, work.moved)
 
-    def _only_peer(self, codes: U16, nodes: tuple[Endpoint, ...]) -> Peer | None:
+    def _only_peer(self, hint: Hint) -> Peer | None:
         """The one node that holds all in memory, when there is one and it can be reached."""
+        codes = hint.codes
         code = int(codes[0])
         if not code or (len(codes) > 1 and not (codes == code).all()) or (code - 1) & 3 == _SSD:
             return None
-        return self._peers.get(nodes[(code - 1) >> 2])
+        return self._peers.get(hint.nodes[(code - 1) >> 2])
 
     def _afresh(self, work: _Work, positions: Positions, rounds: int) -> int:
         """Look the call's blocks up and try ``positions`` where they are now, but at no node twice.
@@ -159,7 +161,13 @@ class Reader:
             status[status == _UNKNOWN] = unanswered(error)
             return 0
         self._recent.remember(
-            asked.namespace, asked.salt, asked.hashes, located.codes, located.nodes, epoch=asked.namespace.epoch
+            asked.namespace,
+            asked.salt,
+            asked.hashes,
+            located.codes,
+            located.nodes,
+            epoch=asked.namespace.epoch,
+            replicas=located.replicas,
         )
         absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING
         status[(status == _UNKNOWN) & (located.codes == 0)] = absent
@@ -167,6 +175,7 @@ class Reader:
         if not len(untried):
             return 0
         work.fresh = True
+        asked.pace(others=located.replicas > len(work.tried) + 1)
         self._round(work, located.codes, located.nodes, untried)
         return max(0, located.replicas - rounds)
 
@@ -195,7 +204,7 @@ class Reader:
             # Memory was short of room for a whole piece: for what has come it is free again.
             mine = mine[work.status[mine] == _NO_ROOM]
             piece = max(1, min(piece, len(mine)) // 4)
-            if not len(mine) or time.monotonic() > work.asked.deadline:
+            if not len(mine) or time.monotonic() > work.asked.attempt_deadline:
                 break
             moved += self._fetch_all(work, node, peer, list(pieces_of_node(parts[0].node, mine, piece)), None)
         if len(mine := mine[work.status[mine] == _NO_ROOM]):

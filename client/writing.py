@@ -77,7 +77,7 @@ class Writer:
         nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
         if nowhere.any():
             status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
-        moved, where = self._send(offered, placed, states, status, durable), (placed.codes, placed.nodes)
+        moved, where = self._send(offered, placed, states, status, durable), Hint(placed.codes, placed.nodes)
         refused = _ELSEWHERE[status] & ~nowhere
         if refused.any() and time.monotonic() < offered.deadline:
             more, where = self._elsewhere(offered, where, refused, status, durable)
@@ -85,10 +85,10 @@ class Writer:
         status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
-            codes = np.where(held, where[0], 0).astype(np.uint16)
+            codes = np.where(held, where.codes, 0).astype(np.uint16)
             namespace = offered.namespace
             self._recent.remember(
-                namespace, offered.salt, offered.hashes, codes, where[1], epoch=namespace.epoch, stored=True
+                namespace, offered.salt, offered.hashes, codes, where.nodes, epoch=namespace.epoch, stored=True
             )
         return Pushed(status, moved, durable)
 
@@ -108,7 +108,7 @@ class Writer:
         self, offered: Offered, first: Hint, refused: Mask, status: npt.NDArray[np.uint8], durable: Mask
     ) -> tuple[int, Hint]:
         """Offer what its nodes ``refused`` (bool[n]) to other nodes, once: bytes moved, and where all blocks are."""
-        codes, nodes = first
+        codes, nodes, _ = first
         avoid = {nodes[(code - 1) >> 2] for code in np.unique(codes[refused & (codes != 0)]).tolist()}
         try:
             again = self._ask(offered, self._peers.avoiding(avoid))
@@ -122,7 +122,7 @@ class Writer:
         again = Placed(np.where(taken, again.codes, 0).astype(np.uint16), again.states, again.nodes)
         status[taken & (again.states == PlaceState.IN_FLIGHT)] = BlockStatus.IN_FLIGHT
         moved = self._send(offered, again, again.states, status, durable)
-        return moved, chosen(first, (again.codes, again.nodes), taken)
+        return moved, chosen(first, Hint(again.codes, again.nodes), taken)
 
     def _ask(self, offered: Offered, avoid: Sequence[Endpoint]) -> Placed:
         return self._directory.place(
@@ -152,7 +152,7 @@ class Writer:
             namespace = offered.namespace
             hint = self._recent.find(namespace, offered.salt, offered.hashes, epoch=namespace.epoch)
             if hint is not None:
-                return np.where(in_flight & (hint[0] != 0), np.uint8(PlaceState.PRESENT), placed.states)
+                return np.where(in_flight & (hint.codes != 0), np.uint8(PlaceState.PRESENT), placed.states)
         return placed.states
 
     def _any_node(self, placed: Placed) -> bool:

@@ -18,7 +18,7 @@ from kvstrata.proto.status import BlockStatus, HintKind, PlaceState
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Named, Push, Pushed
 from kvstrata.transfer.connection import expect
-from kvstrata.transfer.frames import Frame
+from kvstrata.transfer.frames import Frame, Late
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.regions import BlockView, Region
@@ -65,6 +65,7 @@ class FakeNode:
     room: int = 1 << 30
     calls: list[tuple[str, list[bytes]]] = field(default_factory=list)
     durable: bool = False
+    slow: bool = False  #: at work until a fetch's deadline
 
     @property
     def endpoint(self) -> Endpoint:
@@ -104,6 +105,9 @@ class FakePeer:
         status, tier, moved = [], [], 0
         names = split(request.hashes, request.namespace.hash_bytes)
         node.calls.append(("fetch", names))
+        if node.slow:
+            time.sleep(max(0.0, request.deadline - time.monotonic()))
+            raise Late("still at work when the deadline passed")
         node.epochs.append(request.epoch)
         for i, name in enumerate(names):
             data = node.blocks.get((plain(request.namespace), request.salt, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -72,6 +73,31 @@ def test_only_the_blocks_that_failed_are_asked_for_elsewhere(
     nodes["a"].answers = dict.fromkeys(failing, status)
     assert copies.load() == [S.LOADED] * 8
     assert nodes["b"].calls[-1] == ("fetch", failing)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_slow_node_leaves_time_for_another(
+    connect: Callable[..., Client], master: FakeMaster, nodes: dict[str, FakeNode], fresh: bool
+) -> None:
+    client = connect(master.address, transfer_deadline_ms=800)
+    copies = Copies(client, master, nodes)
+    if fresh:
+        client._recent.forget(copies.ns, "", epoch=copies.ns.epoch)
+    nodes["a"].slow = True
+    started = time.monotonic()
+    assert copies.load() == [S.LOADED] * 8
+    assert time.monotonic() - started > 0.3, "half of the time was for the slow one"
+
+
+def test_a_slow_node_that_alone_has_the_blocks_gets_all_the_time(
+    connect: Callable[..., Client], master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    client = connect(master.address, transfer_deadline_ms=400)
+    copies = Copies(client, master, nodes, "a")
+    nodes["a"].slow = True
+    started = time.monotonic()
+    assert copies.load() == [S.LATE] * 8
+    assert time.monotonic() - started > 0.39
 
 
 def test_replicas_are_tried_until_none_is_left(client: Client, master: FakeMaster, nodes: dict[str, FakeNode]) -> None:
