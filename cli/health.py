@@ -51,6 +51,8 @@ def _say_health(
         f"{report.software} cluster {report.cluster_id}: {state}, {ready}, up {report.uptime_seconds:.0f} s, "
         f"{report.blocks} blocks, {report.nodes_active} of {report.nodes_total} nodes active"
     )
+    role = "leads" if report.leading else f"follows {report.leader}" if report.leader else "follows nobody"
+    typer.echo(f"  this master {role}, epoch {report.epoch}")
     for problem in report.problems:
         typer.echo(f"  problem: {problem}")
     _node_table(nodes)
@@ -62,11 +64,19 @@ def _say_health(
         print_table("clients", ("name", "host", "pid", "software", "lookups", "idle", "connected"), table)
 
 
+def _state(row: control.NodeRow) -> str:
+    state = row.state if row.synced or row.state != "active" else f"{row.state} (loading)"
+    if not row.drain.state:
+        return state
+    moved = f" {row.drain.bytes_moved / row.drain.bytes_total:.0%}" if row.drain.bytes_total else ""
+    return f"{state}, {row.drain.state}{moved}"
+
+
 def _node_table(nodes: Sequence[control.NodeRow]) -> None:
     table = [
         (
             n.node_id,
-            n.state if n.synced or n.state != "active" else f"{n.state} (loading)",
+            _state(n),
             n.channel,
             f"{format_size(n.status.dram_bytes_used)} / {format_size(n.dram_bytes)}",
             f"{format_size(n.status.ssd_bytes_used)} / {format_size(n.ssd_bytes)}" if n.ssd_bytes else "-",

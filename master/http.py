@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
+from kvstrata.master.replication.metrics import replication_metrics
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.tenants.metrics import tenant_metrics
 from kvstrata.master.tenants.quota_api import routes
@@ -77,6 +78,7 @@ class _StateCollector(Collector):
             told.add_metric([what], count)
         yield told
         yield from tenant_metrics(self._hub, self._tenants)
+        yield from replication_metrics(self._hub)
 
 
 def _plain(report: control.HealthReport) -> dict[str, object]:

@@ -100,6 +100,16 @@ class Replication:
             if node is not None:
                 node.draining = row.draining
 
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait to be looked at."""
+        return len(self._fresh) + len(self._lost) + len(self._cold)
+
+    @property
+    def dropped(self) -> int:
+        """Blocks that were too many to wait, since the start."""
+        return self._fresh.dropped + self._lost.dropped + self._cold.dropped
+
     # ------------------------------------------------------------------ what operators ask
 
     def set_rule(self, group: str, salt: str | None, count: int) -> None:
