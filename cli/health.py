@@ -55,6 +55,8 @@ def _say_health(
     typer.echo(f"  this master {role}, epoch {report.epoch}")
     for problem in report.problems:
         typer.echo(f"  problem: {problem}")
+    for software, count in sorted(report.refused_versions.items()):
+        typer.echo(f"  refused {count} times: {software} speaks another protocol version; upgrade the older side")
     _node_table(nodes)
     table = [
         (c.name, c.host, c.pid, c.software, c.lookups, f"{c.idle_seconds:.0f} s", f"{c.connected_seconds:.0f} s")
