@@ -14,6 +14,7 @@ from kvstrata.cli import (
     dev_cluster,
     drain,
     health,
+    leadership,
     namespace,
     node_check,
     replicas,
@@ -39,6 +40,7 @@ app.command()(daemons.storage)
 app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
+app.command()(leadership.masters)
 app.command()(doctor)
 for command in (drain.drain, drain.undrain, drain.remove):
     health.node.command()(command)

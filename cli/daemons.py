@@ -36,6 +36,10 @@ def master(
     http: Annotated[str, address_flag(help="HTTP: metrics, health.")] = "127.0.0.1:7402",
     state: State = None,
     state_password_file: StatePasswordFile = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Host by which clients and other masters reach this one, where it binds every address."),
+    ] = None,
     grace: Annotated[float, typer.Option(help="Seconds after a start in which a miss may be 'not yet'.", min=0)] = 5.0,
     seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
     log_format: Format = LogFormat.text,
@@ -54,6 +58,7 @@ def master(
             grace_s=grace,
             seed=seed,
             state_password_file=state_password_file,
+            advertise=advertise,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +81,9 @@ def test_another_master_leads_when_the_leader_is_gone(pool: ManyMasters, reader:
     set_limit(pool, "before")
     old = pool.leader()
     epoch = pool.health(old)["epoch"]
+    listed = _listed(pool)
+    assert {row["channel"] for row in listed["masters"]} == set(pool.channels.values())
+    assert [row["channel"] for row in listed["masters"] if row["leading"]] == [pool.channels[old]]
     pool.daemons[old].signal(how)
     new = pool.leader(besides=old, seconds=TAKEOVER_S) if how == signal.SIGKILL else _leader_of_two(pool, old)
     assert pool.health(new)["epoch"] > epoch
@@ -92,6 +99,12 @@ def test_another_master_leads_when_the_leader_is_gone(pool: ManyMasters, reader:
     assert pool.health(old)["leader"] == pool.channels[new]
     calm(pool, reader, new)
     assert limits(pool) == {"before": LIMIT, "after": LIMIT}
+
+
+def _listed(pool: ManyMasters) -> dict[str, Any]:
+    """What ``kvstrata masters`` says."""
+    command = [sys.executable, "-m", "kvstrata.cli.app", "masters", "--master", pool.masters, "--json"]
+    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, timeout=30).stdout))
 
 
 def _leader_of_two(pool: ManyMasters, stopped: str) -> str:
