@@ -21,8 +21,9 @@ from kvstrata.proto.limits import limits_of
 from kvstrata.proto.status import Tier
 
 NODE_ID_CHARACTERS_MAX: Final = 128
-#: Hashes in one event. Longer snapshot parts become several, so that no event holds the lock for long.
-HASHES_AN_EVENT: Final = 1 << 13
+#: Hashes in one event. Longer snapshot parts become several, so that no event holds the lock for long: a change of a
+#: directory of ten million costs 2 us a hash.
+HASHES_AN_EVENT: Final = 1 << 11
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
 
