@@ -80,7 +80,7 @@ class DataDirectory:
         try:
             kept = json.loads(file.read_bytes())
             version, node_id, starts = kept["format"], kept["node_id"], kept["starts"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read ({error}): move it away to start as a new node") from error
         if version != FORMAT:
             raise ConfigError(f"{file} has format {version}, this version reads {FORMAT}: use the newer kvstrata")

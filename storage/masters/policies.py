@@ -61,7 +61,7 @@ class PolicyFile:
         try:
             head = json.loads(first)
             version, length, checksum = head["format"], head["bytes"], head["xxh3"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._damaged(f"its first line is no header: {error}") from error
         if version != FORMAT:
             raise ConfigError(f"{self.path} has format {version}, this version reads {FORMAT}: use the newer kvstrata")

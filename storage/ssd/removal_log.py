@@ -101,7 +101,7 @@ def read_log(text: memoryview) -> LogContent:
 
 def _head_at(text: memoryview, at: int) -> tuple[int, int, int, int, int] | None:
     """(number, first number, body bytes, body checksum, record bytes) of a sound header."""
-    if bytes(text[at : at + len(_MAGIC)]) != _MAGIC:
+    if bytes(text[at : at + len(_MAGIC)]) != _MAGIC or at + _HEAD_BYTES > len(text):
         return None
     head = text[at : at + _HEAD.size]
     (checksum,) = _SUM.unpack_from(text, at + _HEAD.size)

@@ -138,7 +138,7 @@ class TenantKeys:
         try:
             head = json.loads(line)
             version, ring, nonce = head["format"], head["ring"], bytes.fromhex(head["nonce"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._lost("it is damaged") from error
         if version != FORMAT:
             raise ConfigError(f"{self.file} has format {version}, this version reads {FORMAT}: use the newer kvstrata")

@@ -23,9 +23,12 @@ _DEPTH_MAX = 4
 
 
 class Maker:
-    """Makes messages from a seed. ``likely``: field name -> values that mean something, taken half of the time."""
+    """Makes messages from a seed. ``likely``: field name -> values that mean something, taken with ``sense``."""
 
-    def __init__(self, chance: random.Random, likely: Mapping[str, list[Any]] | None = None) -> None:
+    def __init__(
+        self, chance: random.Random, likely: Mapping[str, list[Any]] | None = None, sense: float = 0.85
+    ) -> None:
+        self.sense = sense
         self.chance = chance
         self.likely = dict(likely or {})
 
@@ -36,9 +39,9 @@ class Maker:
 
     def fill(self, message: Message, depth: int = 0) -> None:
         for field in message.DESCRIPTOR.fields:
-            if field.containing_oneof is not None and self.chance.random() < 0.7:
+            if field.containing_oneof is not None and field.name not in self.likely and self.chance.random() < 0.7:
                 continue
-            if self.chance.random() < 0.25 or depth > _DEPTH_MAX:
+            if (field.name not in self.likely and self.chance.random() < 0.25) or depth > _DEPTH_MAX:
                 continue
             self._set(message, field, depth)
 
@@ -62,7 +65,7 @@ class Maker:
     def _value(self, field: FieldDescriptor) -> Any:
         chance = self.chance
         likely = self.likely.get(field.name)
-        if likely and chance.random() < 0.6:
+        if likely and chance.random() < self.sense:
             return chance.choice(likely)
         if field.cpp_type in _BITS:
             low, high = _BITS[field.cpp_type]

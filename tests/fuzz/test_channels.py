@@ -156,7 +156,7 @@ def frames(chance: random.Random, count: int) -> Iterator[bytes]:
     opening = pb.OpenNamespace(spec=NS.to_spec()).SerializeToString()
     yield wire.encode_header(Kind.OPEN_NAMESPACE, 2, len(opening)) + opening
     for number in range(count):
-        kind = chance.choice(list(Kind))
+        kind = chance.choice(list(BODIES) if chance.random() < 0.9 else list(Kind))
         body = BODIES.get(kind)
         message = make.message(body).SerializeToString() if body else chance.randbytes(chance.randrange(40))
         raw = chance.randbytes(chance.choice((0, 4096, 4096, 100))) if kind in wire.WITH_RAW else b""
