@@ -31,9 +31,17 @@ from .ordered_node import OrderedNode
 
 
 class FakeMaster(MasterServicer):
-    """Applies snapshots and deltas as a directory would; ``say`` queues a message for the node."""
+    """Applies snapshots and deltas as a directory would; ``say`` queues a message for the node.
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    ``leader``: the epoch and id that it leads in, (0, "") while it does not. ``remembers``: it has the node's
+    blocks from before, and says so when the node attaches again.
+    """
+
+    def __init__(
+        self, address: str = "127.0.0.1:0", leader: tuple[int, str] = (0, ""), remembers: bool = False
+    ) -> None:
+        self.leader = leader
+        self.remembers = remembers
         self.attaches: list[control.Attach] = []
         self.blocks: set[tuple[str, bytes]] = set()
         self.seq = -1
@@ -64,14 +72,27 @@ class FakeMaster(MasterServicer):
         self, requests: Iterator[control.NodeMessage], context: grpc.ServicerContext
     ) -> Iterator[control.MasterMessage]:
         self.attaches.append(next(requests).attach)
-        self.seq = -1
+        resume = self.seq if self.remembers and self.snapshots else 0
+        if not resume:
+            self.seq = -1
         say: queue.Queue[control.MasterMessage | None] = queue.Queue()
         self.to_say = say
         threading.Thread(target=self._read, args=(requests, say), daemon=True).start()
-        attached = control.AttachOk(cluster_id="c", session=1, epochs=self.epochs, shares=self.shares)
-        yield control.MasterMessage(attached=attached)
+        attached = control.AttachOk(
+            cluster_id="c", session=1, epochs=self.epochs, shares=self.shares,
+            leading=bool(self.leader[0]), resume_seq=resume,
+        )  # fmt: skip
+        yield self._stamped(control.MasterMessage(attached=attached))
         while (message := say.get()) is not None:
-            yield message
+            yield self._stamped(message)
+
+    def _stamped(self, message: control.MasterMessage) -> control.MasterMessage:
+        message.leader_epoch, message.leader_id = self.leader
+        return message
+
+    def end_stream(self) -> None:
+        """The node is to attach again."""
+        self.to_say.put(None)
 
     def _read(self, requests: Iterator[control.NodeMessage], say: queue.Queue[control.MasterMessage | None]) -> None:
         try:
