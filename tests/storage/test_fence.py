@@ -102,9 +102,24 @@ def test_only_the_leader_keeps_shares_alive(node: Node) -> None:
     share = control.Shares(revision=1, whole=True, shares=[control.Share(salt="t", dram_limit=4096)], ttl_ms=1000)
     commands.share(share)
     now[0] += 1.5
-    assert commands.obeys(0, ""), "a standby's acknowledgement"
     assert node.state.quotas.lapsed(now[0])
     assert node.state.quotas.shares() == [NodeShare("t", 4096)]
+    commands.heard()
+    assert not node.state.quotas.lapsed(now[0])
+
+
+def test_what_a_standby_says_renews_nothing(
+    node: Node, start: Callable[..., FakeMaster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, standby = start(leader=(1, "leader")), start()
+    both = Followed(node, leader, standby)
+    until(lambda: both.commands.fence.epoch == 1)
+    heard: list[str] = []
+    monkeypatch.setattr(both.commands, "heard", lambda: heard.append(threading.current_thread().name))
+    both.store(range(4))
+    until(lambda: all(link.acked_seq for link in both.links))
+    assert heard and all(leader.address in name for name in heard)
+    both.stop()
 
 
 # ---------------------------------------------------------------------- two masters
