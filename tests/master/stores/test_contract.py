@@ -126,9 +126,9 @@ def test_one_leads_until_it_resigns_and_each_lead_has_a_greater_epoch(opener: Op
 
 def test_an_epoch_is_greater_than_any_that_the_candidate_has_heard_of(opener: Opener) -> None:
     store = opener()
-    assert store.campaign(dataclasses.replace(A, epoch=1 << 20), LONG_MS).epoch == (1 << 20) + 1
+    assert store.campaign(dataclasses.replace(A, epoch=1 << 50), LONG_MS).epoch == (1 << 50) + 1
     store.resign(A)
-    assert store.campaign(dataclasses.replace(B, epoch=7), LONG_MS).epoch == (1 << 20) + 2
+    assert store.campaign(dataclasses.replace(B, epoch=7), LONG_MS).epoch == (1 << 50) + 2
 
 
 def test_a_deposed_leader_writes_nothing(opener: Opener) -> None:
