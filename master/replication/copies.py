@@ -7,7 +7,7 @@ by the deltas of the node that took them, and are not ordered twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import Table
 from kvstrata.master.messages import CopyDone
 from kvstrata.master.replication.waiting import Rows
 from kvstrata.proto.status import BlockStatus, CopyReason
@@ -79,7 +78,7 @@ class Copies:
         self.bytes_copied = 0
         self._open: dict[int, Copy] = {}
         self._landing: dict[int, Copy] = {}
-        self._keys = Table()
+        self._keys: set[bytes] = set()
         self._to: Counter[str] = Counter()
         self._from: Counter[str] = Counter()
         self._commands_to: Counter[str] = Counter()
@@ -93,8 +92,9 @@ class Copies:
 
     def moving(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Blocks (scoped keys) that are in a command already: bool[n]."""
-        moving: npt.NDArray[np.bool_] = self._keys.find(keys) != 0
-        return moving
+        if not self._keys:
+            return np.zeros(len(keys), dtype=np.bool_)
+        return np.fromiter((key in self._keys for key in _each(keys)), dtype=np.bool_, count=len(keys))
 
     def room(self, source: str, target: str) -> int:
         """Bytes that may be ordered now from one node to another; 0 for none."""
@@ -127,7 +127,7 @@ class Copies:
     def order(self, copy: Copy) -> None:
         """It has been sent."""
         self._open[copy.command] = copy
-        self._keys.put(copy.keys, np.ones(len(copy.keys), dtype=np.uint32))
+        self._keys.update(_each(copy.keys))
         self._to[copy.target] += copy.nbytes
         self._from[copy.source] += copy.nbytes
         self._commands_to[copy.target] += 1
@@ -150,7 +150,7 @@ class Copies:
             self._landing[copy.command] = copy
             copy.landed_at = now
         else:
-            self._keys.discard(copy.keys)
+            self._keys.difference_update(_each(copy.keys))
         return copy, taken
 
     def _judge(self, copy: Copy, status: npt.NDArray[np.uint8], now: float) -> None:
@@ -186,7 +186,7 @@ class Copies:
         """
         for copy in [copy for copy in self._landing.values() if now - (copy.landed_at or 0.0) >= LANDING_S]:
             del self._landing[copy.command]
-            self._keys.discard(copy.keys)
+            self._keys.difference_update(_each(copy.keys))
         for name in [name for name, pause in self._pauses.items() if now >= pause.until + PAUSE_MAX_S]:
             del self._pauses[name]
         failed = []
@@ -198,14 +198,14 @@ class Copies:
                 if late:
                     self.pause(copy.target, now)
                 self._close(copy)
-                self._keys.discard(copy.keys)
+                self._keys.difference_update(_each(copy.keys))
         return failed
 
     def forget(self) -> None:
         """Another master leads: its copies are its own."""
         self._open.clear()
         self._landing.clear()
-        self._keys = Table()
+        self._keys.clear()
         for counts in (self._to, self._from, self._commands_to):
             counts.clear()
         self._pauses.clear()
@@ -232,8 +232,8 @@ class Copies:
         assert len(self._open) <= COMMANDS_MAX
         copies = [*self._open.values(), *self._landing.values()]
         assert len({copy.command for copy in copies}) == len(copies)
-        keys = [key.tobytes() for copy in copies for key in copy.keys]
-        assert len(keys) == len(set(keys)) == self._keys.live, "a block moves twice"
+        keys = [key for copy in copies for key in _each(copy.keys)]
+        assert len(keys) == len(self._keys) and set(keys) == self._keys, "a block moves twice"
         assert self._to == _sums((copy.target, copy.nbytes) for copy in self._open.values())
         assert self._from == _sums((copy.source, copy.nbytes) for copy in self._open.values())
         assert self._commands_to == _sums((copy.target, 1) for copy in self._open.values())
@@ -243,6 +243,11 @@ class Copies:
         for node_id, nbytes in self._to.items():
             assert nbytes <= BYTES_TO_MAX or self._commands_to[node_id] == 1, node_id
         assert all(count <= COMMANDS_TO_MAX for count in self._commands_to.values())
+
+
+def _each(keys: Keys) -> Iterator[bytes]:
+    raw = keys.tobytes()
+    return (raw[start : start + 16] for start in range(0, len(raw), 16))
 
 
 def deadline_s(nbytes: int) -> float:

@@ -32,7 +32,7 @@ from kvstrata.proto.errors import InvalidArgument, Refused
 from kvstrata.proto.status import CopyReason
 
 #: Blocks looked at in one tick, by each of what is new, what was asked for lately and what a scan has found.
-LOOKED_AT: Final = 8192
+LOOKED_AT: Final = 2048
 #: Nodes that stay are told so, so long after this master began to lead: those that stop have said so by then.
 REASSURE_S: Final = 5.0
 #: What has just been stored waits so long: its writer may be storing it elsewhere too.
@@ -336,10 +336,11 @@ class Replication:
                 continue
             wanted = self.rules.wanted(group.name, piece.table.salt)
             left = self.planner.replicate(piece, wanted, targets, now)
-            if len(left):
-                waiting.put(Piece(piece.table, left, piece.pressing, now + NEW_S, piece.attempts))
             if waiting is self._cold:
                 self._let_go(piece)
+            if len(left):  # others are next, when nodes have taken what is under way
+                waiting.put(Piece(piece.table, left, piece.pressing, now + NEW_S, piece.attempts))
+                return
 
     def _let_go(self, piece: Piece) -> None:
         found = self.planner.located(piece.table, piece.rows)
