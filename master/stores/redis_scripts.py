@@ -38,6 +38,7 @@ if has[1] and tonumber(has[1]) > tonumber(format) then return {'format ' .. has[
 if has[2] and has[2] ~= mine then
   if revision > 0 or seen == 0 then return {'cluster ' .. has[2]} end
   redis.call('HSET', facts, 'cluster_id', mine)
+  redis.call('DEL', lease, masters)
 end
 if not has[2] then redis.call('HSET', facts, 'format', format, 'cluster_id', mine) end
 local function whole(number) return string.format('%.0f', number) end

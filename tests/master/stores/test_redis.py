@@ -268,6 +268,10 @@ def test_policy_goes_before_a_new_master_that_found_the_store_empty(redis_server
     redis_server.empty()
     new = store_on(redis_server)
     assert new.cluster_id() != old.cluster_id()
+    new.announce(B, LONG_MS)
+    assert new.campaign(B, LONG_MS).master_id == "b"
+    assert old.revision() == 0
+    assert old.campaign(A, LONG_MS).master_id == "a" and [one.master_id for one in old.masters()] == []
     old.save([NODE])
     assert store_on(redis_server).cluster_id() == old.cluster_id()
     with pytest.raises(Unavailable, match="start the masters again"):
