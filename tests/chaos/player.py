@@ -2,12 +2,14 @@
 
 Run as ``python -m tests.chaos.player MASTERS TRACE --seed N ...``. A line of the trace is one request, written
 when it has ended: when it began and what it took (monotonic seconds), what became of its blocks, and the
-addresses of the peers whose channel it used. SIGTERM ends it after the request under way.
+addresses of the peers whose channel it used. SIGTERM ends it after the request under way, SIGUSR1 makes it
+rest without leaving.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import threading
@@ -17,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstrata.client import Client
-from kvstrata.proto.errors import KVError
+from kvstrata.client import Client, LoadResult, Transfer
+from kvstrata.proto.errors import KVError, Refused
 from kvstrata.transfer.channel import Channel
 from kvstrata.transfer.connection import Connection
 from tests.e2e.real_pool import keys, payload
@@ -60,6 +62,8 @@ class Player:
         self._client = client
         self._ns = client.namespace("model/chaos", block_bytes=BLOCK_BYTES, block_tokens=16)
         self._into = client.register(np.zeros((CHAIN_BLOCKS, BLOCK_BYTES), np.uint8))
+        self._dropped = client.register(np.zeros((CHAIN_BLOCKS, BLOCK_BYTES), np.uint8))
+        self._dropping: Transfer[LoadResult] | None = None
         self._out = client.allocate(CHAIN_BLOCKS * BLOCK_BYTES)
         self._rng = np.random.default_rng(seed)
         self._chains, self._aborts = chains, aborts
@@ -71,9 +75,10 @@ class Player:
         hashes, data = self._chain(chain)
         into = self._into.bytes.reshape(data.shape)
         found = self._client.lookup(self._ns, "", hashes)
-        if self._rng.random() < self._aborts:  # an engine that drops the request while it loads
-            with self._client.view(self._ns, "", hashes):
-                self._client.load_async(self._ns, "", hashes, self._into.rows(self._ns)).wait(time.monotonic())
+        if self._rng.random() < self._aborts and (self._dropping is None or self._dropping.done()):
+            # An engine that drops the request while it loads; the memory stays out of use until that has ended.
+            with contextlib.suppress(Refused), self._client.view(self._ns, "", hashes):  # a view needs shared memory
+                self._dropping = self._client.load_async(self._ns, "", hashes, self._dropped.rows(self._ns))
             return {"aborted": 1}
         loaded = self._client.load(self._ns, "", hashes, self._into.rows(self._ns)).loaded
         wrong = int((into[loaded] != data[loaded]).any(axis=1).sum())
@@ -102,7 +107,9 @@ class Player:
 
 def play(masters: str, trace: Path, seed: int, chains: int, transport: str, aborts: float, pause_s: float) -> None:
     stop = threading.Event()
+    quiet = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    signal.signal(signal.SIGUSR1, lambda number, frame: quiet.set())
     touched = Touched()
     touched.watch()
     with (
@@ -112,6 +119,9 @@ def play(masters: str, trace: Path, seed: int, chains: int, transport: str, abor
         player = Player(client, seed, chains, aborts)
         touched.taken()
         while not stop.is_set():
+            if quiet.is_set():
+                stop.wait(0.1)
+                continue
             began = time.monotonic()
             try:
                 row: dict[str, Any] = dict(player.request())
