@@ -64,7 +64,13 @@ class Found:
     problems: list[str] = field(default_factory=list)
     problems_left_out: int = 0
     scrubbed: dict[str, dict[str, int]] = field(default_factory=dict)
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    bad_left_out: int = 0
+
+    def add_bad(self, bad: list[Bad]) -> None:
+        named = bad[: BAD_MAX - len(self.bad)]
+        self.bad.extend(_row(each) for each in named)
+        self.bad_left_out += len(bad) - len(named)
 
     def told(self) -> dict[str, Any]:
         return {
@@ -77,8 +83,8 @@ class Found:
                 "problems_left_out": self.problems_left_out,
             },
             "scrub": self.scrubbed,
-            "bad": [_row(bad) for bad in self.bad[:BAD_MAX]],
-            "bad_left_out": max(0, len(self.bad) - BAD_MAX),
+            "bad": self.bad,
+            "bad_left_out": self.bad_left_out,
         }
 
 
@@ -204,7 +210,7 @@ class NodeChecks:
                     break
                 nbytes, bad = read
                 pace.spend(nbytes)
-                found.bad.extend(bad)
+                found.add_bad(bad)
                 row["bad"] += len(bad)
             row["blocks"], row["bytes"] = scrub.blocks, scrub.bytes
             self._starts[scrub.tier] = scrub.next_start

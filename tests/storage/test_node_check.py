@@ -497,6 +497,16 @@ def test_a_failed_device_is_not_the_scrubs_business() -> None:
     assert node.on_ssd(range(3)) == [0, 1, 2] and node.state.counts.scrubbed == 0
 
 
+def test_more_bad_blocks_than_an_answer_names_are_counted() -> None:
+    node = Node(slabs=16)
+    node.store(range(150))  # with a checksum that is none
+    told = NodeChecks(node.state, threading.Lock()).run(Ask(scrub=True))
+    assert len(told["bad"]) == node_check.BAD_MAX and told["bad_left_out"] == 50
+    assert told["scrub"]["dram"]["bad"] == 150 and not node.present(range(150))
+    node.state.check()
+    node.arena.close()
+
+
 # ---------------------------------------------------------------- in the background
 
 
