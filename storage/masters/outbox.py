@@ -66,13 +66,13 @@ class Outbox:
         self._changed.set()
 
     def resume(self, seq: int) -> bool:
-        """The master has all deltas up to ``seq``: True when it needs no snapshot to go on from there.
+        """The master has all deltas up to ``seq``: True when those that follow are still here.
 
-        Drops are not among the deltas: a master that has missed one needs a snapshot.
+        Drops are not among them: a master that has missed one is sent a snapshot nevertheless.
         """
         with self._lock:
             log = self._state.deltas
-            if not 0 < seq < log.open_seq or self.drops != self._state.drops or log.after(seq) is None:
+            if not 0 < seq < log.open_seq or log.after(seq) is None:
                 return False
             self.sent_seq, self._resync = seq, False
         return True
