@@ -100,6 +100,7 @@ def test_the_master_dies_and_comes_back(client: Client, pool: RealPool) -> None:
     unknown = client.load(stored.ns, "", keys(4, "unknown"), stored.target[:4])
     assert set(unknown.reasons) == {"node_lost"}
     pool.start_master(address)
+    assert pool.daemons["master"].ready
     started = time.monotonic()
     until(lambda: client.lookup(stored.ns, "", stored.hashes).hit_blocks == stored.count)
     assert time.monotonic() - started < 6.0
