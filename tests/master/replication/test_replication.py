@@ -91,7 +91,7 @@ def test_a_node_that_is_back_at_once_causes_no_copies() -> None:
     pool = pool_of(nodes=3, replicas=2, ssd_max=64)
     pool.store("n0", *range(10), tier=Tier.SSD)
     pool.until(lambda: all(pool.have(number) == 2 for number in range(10)))
-    pool.run(5)
+    pool.run(12)
     before = len(pool.ordered(m.SendCopy))
     pool.kill(pool.nodes["n0"])
     pool.run(REPAIR_AFTER_S - 2)
@@ -105,9 +105,10 @@ def test_a_suspected_node_is_not_lost() -> None:
     pool = pool_of(nodes=3, replicas=2)
     pool.store("n0", *range(10))
     pool.until(lambda: all(pool.have(number) == 2 for number in range(10)))
+    pool.run(12)
     before = len(pool.ordered(m.SendCopy))
     silent = pool.nodes.pop("n0")
-    pool.run(8)
+    pool.run(9.5)
     node = pool.state.nodes.get("n0")
     assert node is not None and node.state.value == "suspected"
     assert len(pool.ordered(m.SendCopy)) == before
@@ -197,6 +198,7 @@ def test_an_answer_that_never_comes_is_given_up_and_the_copy_made_elsewhere() ->
 
 def test_an_answer_twice_counts_once() -> None:
     pool = pool_of(nodes=2, replicas=2)
+    pool.nodes["n1"].mute = True
     pool.store("n0", 1)
     pool.until(lambda: bool(pool.ordered(m.SendCopy)))
     order = pool.ordered(m.SendCopy)[0]
@@ -207,8 +209,20 @@ def test_an_answer_twice_counts_once() -> None:
     assert not len(pool.state.replication.copies)
 
 
+def test_another_s_answer_counts_for_nothing() -> None:
+    pool = pool_of(nodes=2, replicas=2)
+    pool.nodes["n1"].mute = True
+    pool.store("n0", 1)
+    pool.until(lambda: bool(pool.ordered(m.SendCopy)))
+    order = pool.ordered(m.SendCopy)[0]
+    assert isinstance(order, m.SendCopy) and order.session == pool.nodes["n1"].session
+    pool.tell(m.CopyDone(pool.nodes["n0"].session, order.command, bytes([BlockStatus.STORED]), BLOCK))
+    assert len(pool.state.replication.copies) == 1 and not pool.state.replication.copies.blocks["stored"]
+
+
 def test_the_same_block_is_not_ordered_twice_before_its_delta_is_here() -> None:
     pool = pool_of(nodes=3, replicas=2)
+    pool.nodes["n1"].mute = pool.nodes["n2"].mute = True
     pool.store("n0", 1)
     pool.until(lambda: bool(pool.ordered(m.SendCopy)))
     order = pool.ordered(m.SendCopy)[0]
