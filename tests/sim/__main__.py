@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--masters", type=int, help="instead of what the seed says")
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; empty for none")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="break the shipped code on purpose")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds after which no further seed is begun")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that fails")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds for making a failing story short")
     parser.add_argument("--story", action="store_true", help="also of seeds in which all held")
@@ -47,7 +48,7 @@ def main() -> int:
         else:
             print(f"seed {seed}: {result.reads} reads, {result.hits} hits, {result.writes} writes, "
                   f"{result.events} events in {result.seconds:.0f} s")  # fmt: skip
-        if failed and options.first:
+        if (failed and options.first) or 0 < options.budget < time.perf_counter() - began:
             break
     took = time.perf_counter() - began
     print(f"{done} seeds, {failed} failed, {done / took:.2f} seeds/s", file=sys.stderr)

@@ -11,6 +11,7 @@ from kvstrata.master.directory.table import fold
 from kvstrata.master.liveness import NodeState as Liveness
 from kvstrata.master.state import MasterState
 from kvstrata.proto.status import BlockStatus, Tier
+from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.records import VISIBLE, Block
 from tests.sim.clock import Steps
 from tests.sim.node_host import NodeHost
@@ -234,6 +235,67 @@ class Checks:
             if status != [_STORED] * 4:
                 names = [BlockStatus(each).name for each in status]
                 raise Violation(f"INV-10: nothing is in use, and a store of 4 blocks ends in {names}")
+
+    # ------------------------------------------------------------------ in good order
+
+    def epilogue(self) -> Steps:
+        """Replicas are made, made again after a loss, and a drained node is missed by nobody."""
+        world = self._world
+        client = world.clients[world.plan.client_names[0]]
+        for node in world.nodes:
+            yield from client.admin(lambda host, node=node: world.drain(host, node, cancel=True))
+        # A copy pushes out only what is colder: there is to be room.
+        yield from client.admin(lambda host: world.drop(host, "", None))
+        yield from client.admin(lambda host: world.set_replicas(host, "free", 2))
+        yield 2.0
+        yield from self.store_more()
+        kept = yield from self._replicas(2, 30.0, "after a store")
+        victim = world.nodes[world.plan.node_names[world.seed % len(world.nodes)]]
+        world.tell(f"{victim.name} is lost")
+        victim.kill()
+        yield from self._replicas(2, 60.0, "after a loss", kept)
+        victim.start()
+        yield 10.0
+        name = world.plan.node_names[(world.seed + 1) % len(world.nodes)]
+        yield from client.admin(lambda host: world.drain(host, name, cancel=False))
+        until = world.now + 60.0
+        while world.nodes[name].state.draining.state is not DrainState.DRAINED:
+            if world.now > until:
+                raise Violation(
+                    f"drains: {name} is not drained after 60 s: {world.nodes[name].state.draining.facts(0.0)}"
+                )
+            yield 0.5
+        world.nodes[name].kill()
+        left = self._holders()
+        gone = [key for key in kept if not left[key]]
+        if gone:
+            raise Violation(f"drains: {name} is gone after its drain, and so are {[str(key) for key in gone]}")
+        world.nodes[name].start()
+        yield 5.0
+        yield from client.admin(lambda host: world.drain(host, name, cancel=True))
+        yield 25.0
+
+    def _holders(self) -> dict[Key, set[str]]:
+        holders: dict[Key, set[str]] = defaultdict(set)
+        for node in self._world.nodes.values():
+            for tier in (0, 1):
+                for key, _ in visible(node, tier):
+                    if key.salt == "free":
+                        holders[key].add(node.name)
+        return holders
+
+    def _replicas(self, count: int, seconds: float, when: str, kept: set[Key] | None = None) -> Steps:
+        """Wait until all that is there has so many replicas; those keys."""
+        until = self._world.now + seconds
+        while True:
+            holders = self._holders()
+            short = {str(key): sorted(nodes) for key, nodes in holders.items() if len(nodes) < count}
+            if holders and not short and (kept is None or kept <= holders.keys()):
+                return set(holders)
+            if self._world.now > until:
+                lost = [str(key) for key in kept or () if key not in holders]
+                raise Violation(f"replicas: {seconds:.0f} s {when} these have too few: {short}, and these none: {lost}")
+            yield 0.5
 
     def quiet(self) -> None:
         """INV-5: nobody holds anything any more."""

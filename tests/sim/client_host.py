@@ -123,7 +123,7 @@ class ClientHost:
         epoch = self.epoch(namespace)
         hint = self.recent.find(namespace, salt, hashes, epoch=epoch)
         if hint is not None:
-            yield from self._round(namespace, salt, hashes, *hint, status, inline, None)
+            yield from self._round(namespace, salt, hashes, hint[0], hint[1], status, inline, None)
         left = [i for i, each in enumerate(status) if each in (0, _EVICTED, _LOST)]
         if not left:
             return status

@@ -30,6 +30,7 @@ class SimLink:
         self._process = node.process
         self._saying = False
         self._woken = False
+        self._leaving = False
         self._end: End | None = None
         self._outbox: Outbox | None = None
         self.link = MasterLink(
@@ -51,10 +52,17 @@ class SimLink:
             self._woken = True
             self._process.after(BATCH_MIN_S, self._say)
 
+    def goodbye(self) -> None:
+        """The node stops: no new session, and a last word in this one."""
+        self._leaving = True
+        if self._outbox is not None:
+            self._outbox.detach("the node is stopping")
+            self.wake()
+
     def _live(self) -> Steps:
         backoff = BACKOFF_MIN_S
         network = self._node.world.network
-        while True:
+        while not self._leaving:
             attaches = self.link._attaches
             try:
                 end = yield network.connect(self._process, f"{self.master}/sync", 1.0, keepalive=True)

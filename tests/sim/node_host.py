@@ -15,6 +15,7 @@ from kvstrata.proto.errors import KVError
 from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.bandwidth import Pace
+from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.copying.offers import Drains
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.eviction.segmented_order import SegmentedOrder
@@ -35,7 +36,7 @@ from kvstrata.storage.tiers.moves import Move
 from kvstrata.storage.tiers.ssd_tier import SsdTier
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.loops import Loop
-from tests.sim.clock import Process, SimLoops
+from tests.sim.clock import Process, SimLoops, Steps
 from tests.sim.copies import SimCopier
 from tests.sim.links import SimLink, beat
 from tests.sim.memory import HeapSlab, heap_arena, scribble
@@ -158,6 +159,25 @@ class NodeHost:
                 written = [(to, header(to, of), of.bytes()) for of, to in pairs if of.state == VISIBLE]
                 self.store.write(written[: self.rng.randint(0, len(written))])
         self.process.kill()
+
+    def leave(self, budget_s: float) -> None:
+        """Told to stop: asks to be drained within its budget (0: does not), says goodbye, and ends."""
+        self.process.start(self._leave(budget_s))
+
+    def _leave(self, budget_s: float) -> Steps:
+        asked: set[int] = set()
+        until = self.process.clock() + budget_s
+        while budget_s and self.process.clock() < until and self.state.draining.state is not DrainState.DRAINED:
+            for link in self.links:
+                line = link.link.line()
+                if line is not None and id(line) not in asked:
+                    asked.add(id(line))
+                    line.tell(control.NodeMessage(leaving=control.Leaving(budget_ms=int(budget_s * 1e3), reason="sim")))
+            yield 0.1
+        for link in self.links:
+            link.goodbye()
+        yield 0.3
+        self.kill()
 
     # ------------------------------------------------------------------ work
 

@@ -23,7 +23,7 @@ STEP_S = 0.04
 FAULT_EVERY = 14
 FAULTS = (
     "kill node", "stop node", "cut", "break", "slow link", "slow disk", "deaf disk", "kill client", "stop client",
-    "kill master", "stop master", "store down", "store cut", "store emptied",
+    "kill master", "stop master", "store down", "store cut", "store emptied", "leave node", "drain node",
 )  # fmt: skip
 #: Faults that only mean something with several masters.
 SEVERAL = frozenset({"store cut", "store emptied"})
@@ -82,6 +82,7 @@ class Plan:
     clients: int
     nodes: tuple[NodePlan, ...]
     actions: tuple[Action, ...] = field(repr=False, default=())
+    epilogue: bool = False  #: after all faults: replicas, a loss and a drain in good order
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -112,7 +113,8 @@ def planned(seed: int, steps: int, faults: frozenset[str] = frozenset(FAULTS), m
     )
     several = rng.choice((1, 1, 3))
     base = Plan(seed, several if masters is None else masters, rng.randint(1, 3), nodes)
-    return Plan(base.seed, base.masters, base.clients, nodes, tuple(_actions(base, steps, faults, rng)))
+    actions = tuple(_actions(base, steps, faults, rng))
+    return Plan(base.seed, base.masters, base.clients, nodes, actions, epilogue=count > 2 and rng.random() < 0.5)
 
 
 def _actions(plan: Plan, steps: int, faults: frozenset[str], rng: random.Random) -> list[Action]:
@@ -129,8 +131,8 @@ def _actions(plan: Plan, steps: int, faults: frozenset[str], rng: random.Random)
 
 def _work(plan: Plan, at: float, rng: random.Random) -> Action:
     kind = rng.choices(
-        ("store", "load", "prefetch", "remove", "quota", "bump", "drop", "hint"),
-        (40, 45, 4, 4, 3, 0.5, 1, 2),
+        ("store", "load", "prefetch", "remove", "quota", "bump", "drop", "hint", "replicas"),
+        (40, 45, 4, 4, 3, 0.5, 1, 2, 1.5),
     )[0]
     return Action(
         at,

@@ -100,7 +100,10 @@ def _run(world: World) -> None:
     client = world.clients[world.plan.client_names[0]]
     _finish(world, client.process.start(checks.read_all()))
     scheduler.run_until(scheduler.now + QUIET_S)  # leases that were not given back end
-    _finish(world, client.process.start(checks.store_more()))
+    if world.plan.epilogue:
+        _finish(world, client.process.start(checks.epilogue()), 300.0)
+    else:
+        _finish(world, client.process.start(checks.store_more()))
     scheduler.run_until(scheduler.now + QUIET_S)
     checks.structures()
     checks.truth()
@@ -108,11 +111,11 @@ def _run(world: World) -> None:
     checks.converged()
 
 
-def _finish(world: World, over: Future) -> None:
-    until = world.now + READ_S
+def _finish(world: World, over: Future, seconds: float = READ_S) -> None:
+    until = world.now + seconds
     while not over.done and world.now < until:
         world.scheduler.run_until(world.now + 0.25)
     if not over.done:
-        raise Violation(f"a reader is not done after {READ_S:.0f} s")
+        raise Violation(f"a reader is not done after {seconds:.0f} s")
     if over.problem is not None:
         raise Violation(f"a reader gave up: {over.problem}")

@@ -1,4 +1,4 @@
-"""The simulated cluster: a fixed list of seeds, some fresh ones, and that a seed is a seed."""
+"""The simulated cluster: a fixed list of seeds, some fresh ones, broken builds that it notices."""
 
 from __future__ import annotations
 
@@ -8,42 +8,71 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.mutants import MUTANTS
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 120
-FIXED = (1, 10)  #: the first seed, and how many
+FIXED = (1, 12)  #: the first seed, and how many
 FRESH = 4
 LONG_SEEDS = 10_000
-#: Bounds of the runs as such; a seed takes about a second.
-CI_S, LONG_S = 110, 7200
+#: Seconds after which no further seed is begun; a seed takes about two on an idle core.
+FIXED_S, FRESH_S, LONG_S = 40, 20, 4 * 3600
+#: For the last seed that was begun, on a busy machine.
+OVERTIME_S = 60
+#: Broken builds that a run of CI tries; the long tier tries all.
+QUICK = ("unleased", "old-weights", "no-departures", "risen")
 
 
-def simulate(*options: str, seconds: float) -> str:
-    """In a process of its own, so that the order of sets is the seed's."""
+def simulate(*options: str, seconds: float, fails: bool = False) -> str:
+    """In a process of its own, so that the order of sets is the seed's, and a broken build breaks nothing else."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sim", "--steps", str(STEPS), *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False,
+        [sys.executable, "-m", "tests.sim", "--steps", str(STEPS), "--budget", str(seconds), *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=seconds + OVERTIME_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-20_000:]}\n{done.stderr[-4_000:]}"
+    assert done.returncode == int(fails), f"{done.stdout[-20_000:]}\n{done.stderr[-4_000:]}"
     return done.stdout
 
 
-@pytest.mark.timeout(CI_S + 10)
+@pytest.mark.timeout(FIXED_S + OVERTIME_S + 10)
 def test_the_fixed_seeds() -> None:
-    simulate("--seed", str(FIXED[0]), "--seeds", str(FIXED[1]), seconds=CI_S)
+    simulate("--seed", str(FIXED[0]), "--seeds", str(FIXED[1]), seconds=FIXED_S)
 
 
-@pytest.mark.timeout(CI_S + 10)
+@pytest.mark.timeout(FRESH_S + OVERTIME_S + 60)
 def test_fresh_seeds(seed: int) -> None:
-    """A failure prints its seed: ``python -m tests.sim --seed N --steps 120`` tells the story again."""
-    simulate("--seed", str(1000 + seed), "--seeds", str(FRESH), seconds=CI_S)
+    """A failure prints its seed and a story cut short: ``python -m tests.sim --seed N --steps 120`` tells it again."""
+    simulate("--seed", str(1000 + seed), "--seeds", str(FRESH), "--first", "--shrink", "30", seconds=FRESH_S)
 
 
+@pytest.mark.timeout(2 * OVERTIME_S + 10)
 def test_a_seed_is_a_seed() -> None:
-    stories = [simulate("--seed", "3", "--story", seconds=60) for _ in range(2)]
+    stories = [simulate("--seed", "3", "--story", seconds=1) for _ in range(2)]
     assert stories[0] == stories[1] and "all faults end" in stories[0]
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_broken_build_is_noticed(name: str) -> None:
+    """Within as many seeds as the list of them says."""
+    simulate("--mutant", name, "--seed", "1", "--seeds", str(MUTANTS[name].seeds), "--first", seconds=50, fails=True)
+
+
 @pytest.mark.long
-@pytest.mark.timeout(LONG_S + 60)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
+def test_every_broken_build_is_noticed(name: str) -> None:
+    simulate("--mutant", name, "--seed", "1", "--seeds", str(MUTANTS[name].seeds), "--first", seconds=800, fails=True)
+
+
+def test_a_story_is_cut_short() -> None:
+    """What is left of a failing story ends in the same words, and is shorter."""
+    options = ("--mutant", "old-weights", "--seed", "1", "--first")
+    told = [simulate(*options, *more, seconds=50, fails=True) for more in ((), ("--shrink", "10"))]
+    assert all("INV-1" in story and "bump of" in story for story in told)
+    assert len(told[1].splitlines()) < len(told[0].splitlines()) / 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LONG_S + OVERTIME_S + 200)
 def test_ten_thousand_seeds(seed: int) -> None:
-    simulate("--seed", str(1000 + seed), "--seeds", str(LONG_SEEDS), seconds=LONG_S)
+    first = str(1000 + seed)
+    simulate("--seed", first, "--seeds", str(LONG_SEEDS), "--first", "--shrink", "120", seconds=LONG_S)

@@ -6,12 +6,14 @@ import random
 import tempfile
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from kvstrata.master import messages as m
+from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.status import HintKind
 from kvstrata.storage.slab import slot_size
@@ -116,11 +118,14 @@ class World:
                 blocks = int(action.pick * 40)
                 limit = None if action.pick > 0.85 else blocks * SLOT_BYTES
                 return start(lambda client: client.admin(lambda host: self._set_quota(host, salt, limit)))
+            case "replicas":
+                count = int(action.pick * 4)
+                return start(lambda client: client.admin(lambda host: self.set_replicas(host, salt, count)))
             case "bump":
                 return start(lambda client: client.admin(lambda host: self._bump(host, action.group)))
         scope = action.group if action.pick < 0.5 else ""
         whose = salt if action.pick < 0.8 else None
-        return start(lambda client: client.admin(lambda host: self._drop(host, scope, whose)))
+        return start(lambda client: client.admin(lambda host: self.drop(host, scope, whose)))
 
     def _hint(self, action: Action, hashes: bytes) -> None:
         """Straight to a node: what a hint moves is no more than an order of leaving."""
@@ -142,6 +147,34 @@ class World:
             raise Unavailable("the policy is in effect, and may be forgotten")
         return 0, frozenset(), None
 
+    def set_replicas(self, host: MasterHost, salt: str, count: int) -> tuple[int, frozenset[str], None]:
+        hub = host.hub
+        assert hub is not None
+        hub.order(lambda state, now: (state.replication.set_rule("", salt, count), state.taken()))
+        self.tell(f"{host.name}: {salt} is to have {count} replicas")
+        return 0, frozenset(), None
+
+    def drain(self, host: MasterHost, node: str, *, cancel: bool) -> tuple[int, frozenset[str], None]:
+        """An operator wants a node to be emptied, or to stay after all."""
+        hub = host.hub
+        assert hub is not None
+
+        def change(state: MasterState, now: float) -> tuple[None, list[m.Command]]:
+            if cancel:
+                state.replication.undrain(node)
+            else:
+                state.replication.drain(node, 0.0, now)
+            return None, state.taken()
+
+        hub.order(change)
+        self.tell(f"{host.name}: {node} is {'to stay' if cancel else 'being drained'}")
+        return 0, frozenset(), None
+
+    def _drain(self, node: str, *, cancel: bool) -> None:
+        client = self.clients[self.plan.client_names[0]]
+        if client.up:
+            client.process.start(client.admin(lambda host: self.drain(host, node, cancel=cancel)))
+
     def _bump(self, host: MasterHost, group: str) -> tuple[int, frozenset[str], Clearing]:
         hub = host.hub
         assert hub is not None
@@ -149,7 +182,7 @@ class World:
         clearing = Clearing(f"bump of {group} to {cleared.epoch}", group, self.now, below_epoch=cleared.epoch)
         return cleared.command, cleared.awaited, clearing
 
-    def _drop(self, host: MasterHost, group: str, salt: str | None) -> tuple[int, frozenset[str], Clearing]:
+    def drop(self, host: MasterHost, group: str, salt: str | None) -> tuple[int, frozenset[str], Clearing]:
         hub = host.hub
         assert hub is not None
         cleared = hub.order(lambda state, now: state.drop(group, salt, False, now))
@@ -175,6 +208,13 @@ class World:
                     process.stop()
                     self.network.stalled(process)
                     self.scheduler.after(later, lambda: self._go_on(process))
+            case "leave node":
+                if host.up and not host.process.stopped:
+                    host.leave(min(later, 3.0) if action.pick < 0.5 else 0.0)
+                    self.scheduler.after(later + 4.0, lambda: self._start(who))
+            case "drain node":
+                self._drain(who, cancel=False)
+                self.scheduler.after(later, lambda: self._drain(who, cancel=True))
             case "cut":
                 self.network.cut(who, action.other)
                 self.scheduler.after(later, lambda: self._heal(who, action.other))
@@ -223,9 +263,10 @@ class World:
         for name, host in self._hosts().items():
             self._start(name)
             self._go_on(host.process)
-        for node in self.nodes.values():
+        for name, node in self.nodes.items():
             node.ssd_delay = 0.0
             node.disk_refuses(False)
+            self.scheduler.after(5.0, partial(self._drain, name, cancel=True))
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:

@@ -1,0 +1,200 @@
+"""Deliberate breakages of the shipped code, one at a time: what the simulation must notice.
+
+Each takes away one thing that an invariant rests on. ``seeds``: it is noticed within so many, from seed 1 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import kvstrata.storage.state as node_state
+from kvstrata.master.attachment import Attachment, Outcome
+from kvstrata.master.content.scopes import Scopes
+from kvstrata.master.content.tombstones import Tombstones
+from kvstrata.master.tenants.ledger import Part
+from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
+from kvstrata.storage.inventory import Inventory
+from kvstrata.storage.masters.commands import Commands
+from kvstrata.storage.masters.delta_log import DeltaLog
+from kvstrata.storage.masters.fence import Fence
+from kvstrata.storage.masters.outbox import Outbox
+from kvstrata.storage.records import GONE, Block
+from kvstrata.storage.reservations import ReservationBook
+from kvstrata.storage.tiers.moves import TierMoves
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``breaks`` is the invariant that it is about, ``seeds`` within how many it shows."""
+
+    breaks: str
+    seeds: int
+    apply: Callable[[], None]
+
+
+def _unfinished() -> None:
+    """Readers are given blocks that are still being written."""
+
+    def look(shelf: Any, hashes: bytes, width: int, count: int) -> tuple[bytearray, list[Block]]:
+        blocks = shelf.blocks if shelf is not None else {}
+        found = [blocks.get(hashes[i * width : (i + 1) * width]) for i in range(count)]
+        status = bytearray(3 if block is not None else 20 for block in found)
+        return status, [block for block in found if block is not None]
+
+    node_state._look = look
+
+
+def _reused() -> None:
+    """Slots of a reservation that ended are free although bytes are still being moved into them."""
+
+    def abort(self: ReservationBook, reservation: Any, verb: str = "aborted") -> None:
+        self._forget(reservation)
+        reservation.doomed = reservation.busy
+        for block in reservation.blocks:
+            self._inventory.drop(block, verb)
+
+    def moved(self: ReservationBook, reservation: Any) -> bool:
+        reservation.busy = False
+        return not reservation.doomed
+
+    ReservationBook.abort, ReservationBook.moved = abort, moved  # type: ignore[method-assign]
+
+
+def _unleased() -> None:
+    """What is sent to a reader is not kept from leaving meanwhile."""
+    Inventory.pin = lambda self, blocks: None  # type: ignore[method-assign]
+    Inventory.unpin = lambda self, blocks: None  # type: ignore[method-assign]
+
+
+def _forgotten_hold() -> None:
+    """A reader that waited for the SSD never lets go of what it held meanwhile."""
+    end_read = TierMoves.end_read
+
+    def forgetful(self: TierMoves, read: Any) -> None:
+        read.hold = None
+        end_read(self, read)
+
+    TierMoves.end_read = forgetful  # type: ignore[method-assign]
+
+
+def _no_victim() -> None:
+    """Nobody has to leave when there are several tenants."""
+    victim = IsolatedLRU.victim
+
+    def fair(self: IsolatedLRU, slot_bytes: int, salt: str, before: int) -> Block | None:
+        return victim(self, slot_bytes, salt, before) if len(self._tenants) < 2 else None
+
+    IsolatedLRU.victim = fair  # type: ignore[method-assign]
+
+
+def _unrecorded() -> None:
+    """Removals are confirmed though no device has recorded them."""
+    Commands._record = lambda self, removals: ""  # type: ignore[method-assign]
+
+
+def _risen() -> None:
+    """A block that was removed while it was on its way is published all the same."""
+    publish = Inventory.publish
+
+    def all_of_them(self: ReservationBook, reservation: Any, checksums: Sequence[int], mask: Any) -> bytearray:
+        self._forget(reservation)
+        for block, checksum in zip(reservation.blocks, checksums, strict=True):
+            block.checksum = checksum
+            if block.state != GONE:
+                block.state = 0
+                reservation.shelf.blocks[block.hash] = block
+                self._inventory._leaving.discard(block)
+                self._inventory.shelves.setdefault(
+                    (reservation.shelf.entry.handle, reservation.shelf.salt), reservation.shelf
+                )
+        publish(self._inventory, reservation.shelf, reservation.blocks)
+        return bytearray([1]) * len(reservation.blocks)
+
+    ReservationBook.commit = all_of_them  # type: ignore[method-assign]
+
+
+def _no_tombstones() -> None:
+    """A node that was away is not told what was removed meanwhile."""
+    Tombstones.waiting_for = lambda self, node_id: []  # type: ignore[method-assign]
+
+
+def _no_scopes() -> None:
+    """A node that was away is not told what was dropped meanwhile."""
+    Scopes.waiting_for = lambda self, node_id: []  # type: ignore[method-assign]
+
+
+def _old_weights() -> None:
+    """A node confirms a new weight epoch without having begun it."""
+    node_state.NodeState.set_epoch = lambda self, group, epoch, now: 0  # type: ignore[method-assign]
+
+
+def _eager_shares() -> None:
+    """A share is raised before the donor has confirmed that it is below its new one."""
+
+    def relax(self: Part) -> None:
+        self.peak = max(self.granted, self.rise or 0)
+
+    Part.relax = relax  # type: ignore[method-assign]
+
+
+def _ignored_deltas() -> None:
+    """What a node says while its snapshot loads is not kept for afterwards."""
+    Attachment._keep = lambda self, delta, directory: Outcome.IGNORED  # type: ignore[method-assign]
+
+
+def _no_departures() -> None:
+    """A node does not tell that blocks have left."""
+    record = DeltaLog.record
+
+    def additions(self: DeltaLog, added: bool, *rest: Any, **named: Any) -> None:
+        if added:
+            record(self, added, *rest, **named)
+
+    DeltaLog.record = additions  # type: ignore[method-assign]
+
+
+def _no_fence() -> None:
+    """A node obeys whoever orders."""
+    Fence.admit = lambda self, epoch, leader_id: ""  # type: ignore[method-assign]
+
+
+def _untold_drops() -> None:
+    """Masters that did not order a drop do not hear of it."""
+    Outbox.drops = property(lambda self: self._state.drops, lambda self, value: None)  # type: ignore[assignment]
+
+
+def _rotten_move() -> None:
+    """What is read from SSD is published before it has been read."""
+    up = TierMoves._up
+
+    def early(self: TierMoves, cold: list[Block], now: float) -> Any:
+        moves, refused = up(self, cold, now)
+        for move in moves:
+            self.promoted(move, [3] * len(move.source), now)
+        return moves, refused
+
+    TierMoves._up = early  # type: ignore[method-assign]
+    promoted = TierMoves.promoted
+    TierMoves.promoted = lambda self, move, statuses, now: None if move.over else promoted(self, move, statuses, now)  # type: ignore[method-assign]
+
+
+MUTANTS = {
+    "unfinished": Mutant("INV-2", 10, _unfinished),
+    "reused": Mutant("INV-3", 30, _reused),
+    "unleased": Mutant("INV-3", 10, _unleased),
+    "forgotten-hold": Mutant("INV-5", 10, _forgotten_hold),
+    "no-victim": Mutant("INV-10", 10, _no_victim),
+    "unrecorded": Mutant("INV-1", 60, _unrecorded),
+    "risen": Mutant("INV-1", 30, _risen),
+    "no-tombstones": Mutant("INV-1", 60, _no_tombstones),
+    "no-scopes": Mutant("INV-1", 60, _no_scopes),
+    "old-weights": Mutant("INV-1", 10, _old_weights),
+    "eager-shares": Mutant("INV-11", 30, _eager_shares),
+    "ignored-deltas": Mutant("INV-7", 30, _ignored_deltas),
+    "no-departures": Mutant("INV-7", 10, _no_departures),
+    "no-fence": Mutant("leaders", 60, _no_fence),
+    "untold-drops": Mutant("INV-7", 60, _untold_drops),
+    "early-promotion": Mutant("INV-2", 30, _rotten_move),
+}
