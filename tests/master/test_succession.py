@@ -169,6 +169,14 @@ def test_a_follower_learns_an_epoch_from_what_nodes_have() -> None:
     assert world.found(1, 2) == [2]
 
 
+def test_a_follower_keeps_an_epoch_that_the_leader_has_yet_to_save() -> None:
+    world = Standby()
+    session = world.up(1)
+    world.delta(session, 1, add=[2], epoch=1)
+    world.follow(Saved(groups=(m.SaveGroup(NS, 0),)))
+    assert world.state.namespaces.named(NS.group).epoch == 1 and world.found(2) == [2]
+
+
 def test_an_epoch_that_a_deposed_leader_made_up_is_undone() -> None:
     world = Standby()
     world.lead(Saved(groups=(m.SaveGroup(NS, 0),)), epoch=1)
@@ -384,6 +392,18 @@ def test_an_emptied_store_is_filled_by_the_leader(pair: Pair) -> None:
     assert pair.leads() == "a" and pair.hubs["a"].standing().epoch == 2
     pair.turn("b", seconds=3)
     assert pair.policies("b") == {"t"}
+
+
+def test_an_emptied_store_that_was_written_to_meanwhile_is_filled_too(pair: Pair) -> None:
+    pair.limit("a")
+    pair.turn()
+    before = pair.server.revision
+    pair.server.empty()
+    while pair.server.revision <= before:
+        pair.limit("a", "late")
+    pair.turn()
+    pair.turn("b", seconds=3)
+    assert pair.policies("b") == {"t", "late"}
 
 
 def test_an_emptied_store_is_filled_by_a_standby_when_no_leader_is_left(pair: Pair) -> None:
