@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class CopyNode:
-    """A node without a master; what it answers is kept."""
+    """A node, without a master unless one is given; what it answers is kept."""
 
     _commands = itertools.count(1)
 
@@ -38,8 +38,9 @@ class CopyNode:
         if ssd:
             (path / "ssd").mkdir(parents=True, exist_ok=True)
             options.setdefault("ssd_policy", SsdPolicy.WRITE_THROUGH)
+        masters = options.pop("masters", ())
         config = StorageConfig(
-            (), "127.0.0.1:0", "127.0.0.1:0", path / "node", dram, slab_bytes=MIB, ssd=disks, **options
+            masters, "127.0.0.1:0", "127.0.0.1:0", path / "node", dram, slab_bytes=MIB, ssd=disks, **options
         )
         self.node = StorageNode(config)
         self.ready = self.node.start()
