@@ -179,8 +179,16 @@ class Watched:
 
     SERVICE = "kv"
 
-    def __init__(self, base: Path, password: str = "", sentinel_password: str = "", sentinels: int = 3) -> None:
+    def __init__(
+        self,
+        base: Path,
+        password: str = "",
+        sentinel_password: str = "",
+        sentinels: int = 3,
+        certificates: Path | None = None,
+    ) -> None:
         self.parts: list[RedisServer] = []
+        self._certificates = certificates
         try:
             self.first = self._add(base / "first", password=password)
             self.second = self._add(base / "second", f"replicaof {HOST} {self.first.port}", password=password)
@@ -201,7 +209,8 @@ class Watched:
             raise
 
     def _add(self, base: Path, *more: str, **how: Any) -> RedisServer:
-        server = RedisServer(base, *more, **how)
+        more += ("tls-replication yes",) if self._certificates else ()
+        server = RedisServer(base, *more, certificates=self._certificates, **how)
         self.parts.append(server)
         return server
 

@@ -80,7 +80,10 @@ class RedisClient:
             for part in (self.redis, self.patient):
                 part.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, self._library.sentinel.MasterNotFoundError):
-            text = f"no Sentinel that answers knows a living {self._address.service}: start it, or correct --state"
+            text = (
+                f"no Sentinel that answers knows a living {self._address.service}: look at the Sentinels, or correct "
+                "--state: hosts, service, logins, certificates"
+            )
         for secret in self._address.secrets():
             text = text.replace(secret, "***")
         refused = isinstance(error, (known.AuthenticationError, known.AuthorizationError, known.NoPermissionError))

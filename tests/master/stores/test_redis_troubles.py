@@ -349,6 +349,19 @@ def test_sentinels_that_do_not_answer_or_know_nothing_are_passed_over(watched: C
         assert "hunter" not in str(caught.value) and "watchword" not in str(caught.value)
 
 
+def test_sentinels_over_tls(tmp_path: Path, certificates: Path) -> None:
+    needs_redis()
+    with Watched(tmp_path, "hunter2", sentinels=1, certificates=certificates) as pool:
+        files = f"ca={certificates / 'ca.crt'}&cert={certificates / 'client.crt'}&key={certificates / 'client.key'}"
+        url = f"rediss+sentinel://:hunter2@{pool.hosts}/{pool.SERVICE}?{files}"
+        store = RedisStore(parse_redis_url(f"{url}&replicas=1"))
+        store.save([NODE])
+        assert store.load().nodes == (NODE,)
+        store.close()
+        with pytest.raises(Unavailable, match="no Sentinel that answers"):
+            RedisStore(parse_redis_url(url.replace("ca.crt", "stranger.crt")), wait_s=0.0)
+
+
 def _answers(store: RedisStore) -> bool:
     try:
         return store.revision() == 1
