@@ -227,6 +227,7 @@ class FakeMaster:
         self.leads: bool | None = None
         self.leader = ""
         self.leader_epoch = 0
+        self.refusals = 0
         self.present: npt.NDArray[np.bool_] | None = None
         self.place_at: list[str] = list(nodes)
         self.stripe = 4
@@ -358,6 +359,7 @@ class FakeMaster:
 
     def _must_lead(self) -> None:
         if self.leads is False:
+            self.refusals += 1
             told = f"the leader is {self.leader}" if self.leader else "there is none now"
             raise NotLeader(f"this master does not lead: {told}")
 

@@ -64,6 +64,7 @@ def test_changes_go_to_the_leader_that_a_hello_names(connect: Connect, three: li
     lead(three, three[2], 5)
     pool = Pool(connect, three)
     assert pool.store() and pool.placed() == [0, 0, 1]
+    assert [master.refusals for master in three] == [0, 0, 0], "nobody else was asked"
     pool.client.lookup(pool.ns, "", packed(1))
     assert [master.lookups for master in three] == [1, 0, 0], "a lookup needs no leader"
     assert pool.client.remove(pool.ns, "", packed(1)).answered
@@ -77,6 +78,7 @@ def test_a_master_that_no_longer_leads_says_who_does(connect: Connect, three: li
     assert pool.store() and pool.placed() == [1, 0, 0]
     lead(three, three[2], 6)
     assert pool.store() and pool.placed() == [1, 0, 1]
+    assert [master.refusals for master in three] == [1, 0, 0], "the one that is named is asked next"
     assert pool.store() and pool.placed() == [1, 0, 2], "it is asked at once from now on"
 
 
@@ -85,6 +87,15 @@ def test_a_leader_that_nobody_configured_is_found(connect: Connect, three: list[
     pool = Pool(connect, three, three[0].address)
     assert pool.store() and pool.placed() == [0, 0, 1]
     assert [m["address"] for m in pool.client.health()["masters"]] == [three[0].address, three[2].address]  # type: ignore[attr-defined]
+
+
+def test_a_leader_that_nobody_configured_and_no_hello_named_is_followed(
+    connect: Connect, three: list[FakeMaster]
+) -> None:
+    lead(three, None, 5)
+    pool = Pool(connect, three, three[0].address)
+    lead(three, three[2], 6)
+    assert pool.store() and pool.placed() == [0, 0, 1]
 
 
 def test_the_leader_dies_and_another_is_elected(connect: Connect, three: list[FakeMaster]) -> None:
