@@ -70,6 +70,7 @@ class Master:
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)
         self._stops.append(self.hub.journal.flush)
         self._advertise = config.advertise
+        self.hub.address = lambda: self._record().channel
         self.roll = Roll(self.hub, store, self._record)
         self.loops = Loops()
         self._stops.append(lambda: self.loops.stop(STOP_S))

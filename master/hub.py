@@ -73,6 +73,8 @@ class Hub:
         self.cluster_id = store.cluster_id()
         self.master_id = secrets.token_hex(8)  #: new at each start
         self.journal = Journal(store)
+        #: Where others reach this master.
+        self.address: Callable[[], str] = lambda: ""
         #: Where the master is that leads instead of this one; "" when none is known to.
         self.leader: Callable[[], str] = lambda: ""
         #: Why a store that masters share does not answer; "" when it does.
@@ -241,7 +243,7 @@ class Hub:
             now = self._clock()
             group = opened.group.number
             answer = self._state.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
-            self._state.asked(opened, salt, hashes)
+            self._state.asked(opened, salt, hashes, now)
             if request:
                 self._state.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
@@ -374,10 +376,10 @@ class Hub:
         return "this master does not lead: " + (f"the leader is {leader}" if leader else "there is none now")
 
     def leads(self) -> tuple[bool, str]:
-        """Whether this master leads, and else where the leader's channel is; "" when none is known to lead."""
+        """Whether this master leads, and where the leader's channel is; "" when none is known to lead."""
         with self._lock:
             leading = self._state.leading
-        return leading, "" if leading else self.leader()
+        return leading, self.address() if leading else self.leader()
 
     def standing(self) -> Standing:
         """A copy: whether this master leads, and what it has heard."""
