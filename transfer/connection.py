@@ -22,8 +22,9 @@ from kvstrata.proto.errors import ProtocolError, Unavailable, from_code
 from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
 from kvstrata.transfer.identity import Identity, parse_address
 
-SILENCE_S: Final = 0.25
-CONNECT_S: Final = 0.25
+#: A stopped or cut-off peer is to be a miss within 250 ms: what is not this wait is for threads to wake and to report.
+SILENCE_S: Final = 0.22
+CONNECT_S: Final = 0.22
 #: An answer is polled for this long before the thread sleeps: waking up costs more than most answers take.
 SPIN_S: Final = 50e-6
 

@@ -81,7 +81,7 @@ def _holder(client: Client, chain: Chain) -> str:
     """Where the client would read the first block."""
     found = client._recent.find(chain.ns, "", chain.hashes)
     assert found is not None
-    codes, nodes = found
+    codes, nodes = found[0], found[1]
     return str(nodes[(int(codes[0]) - 1) >> 2].node_id)
 
 
