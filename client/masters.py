@@ -14,6 +14,7 @@ from kvstrata.client.namespace import PoolNamespace
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import (
     Busy,
+    Closed,
     FingerprintMismatch,
     InvalidArgument,
     KVError,
@@ -273,6 +274,11 @@ class Masters:
             except (Unavailable, ProtocolError) as error:
                 problem = error
                 continue
+            except Closed as error:
+                if master in self:
+                    raise
+                problem = error  # others were named meanwhile, and this one was let go
+                continue
             self._leads(master)
             return answer
         raise Unavailable(f"no master takes changes: {problem}") from problem
@@ -312,10 +318,11 @@ class Masters:
             return None
         with self._lock:
             named = Master(address, self._identity, self._greeted)
-            self._named = [*self._named, named]
-            dropped, self._named = self._named[:-NAMED_MAX], self._named[-NAMED_MAX:]
-        for master in dropped:
-            master.close()
+            kept = [*self._named, named]
+            while len(kept) > NAMED_MAX:
+                kept.remove(dropped := next(master for master in kept if master is not self._leader))
+                dropped.close()
+            self._named = kept
         return named
 
     def health(self) -> list[dict[str, object]]:

@@ -129,6 +129,7 @@ def test_masters_that_name_each_other_are_asked_once_each(connect: Connect, thre
         master.leads, master.leader = False, other.address
     pool = Pool(connect, three)
     assert not pool.client.remove(pool.ns, "", packed(1)).answered
+    assert [master.refusals for master in three] == [1, 1, 1]
 
 
 def test_an_older_hello_does_not_undo_a_newer_one(connect: Connect, three: list[FakeMaster]) -> None:
@@ -154,6 +155,23 @@ def test_leaders_that_nobody_configured_are_bounded(connect: Connect, three: lis
         three[0].leader = f"127.0.0.1:{port}"
         assert not pool.client.remove(pool.ns, "", packed(1)).answered
     assert len(list(pool.client._directory.masters)) <= 1 + NAMED_MAX
+
+
+def test_the_leader_is_not_let_go_for_others_that_are_named(connect: Connect, three: list[FakeMaster]) -> None:
+    lead(three, three[2], 5)
+    pool = Pool(connect, three, three[0].address)
+    assert pool.store()
+    masters = pool.client._directory.masters
+    for port in range(1, 20):
+        masters._find(f"127.0.0.1:{port}")
+    assert masters.writer.address == three[2].address and pool.store()
+    assert len(list(masters)) == 1 + NAMED_MAX
+    let_go = masters._find("127.0.0.1:99")
+    assert let_go is not None
+    for port in range(100, 120):
+        masters._find(f"127.0.0.1:{port}")
+    masters._leader = let_go  # as a thread that was just about to ask it
+    assert pool.store()
 
 
 def test_a_master_that_is_being_told_is_asked_last(
