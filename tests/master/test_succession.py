@@ -348,6 +348,21 @@ def test_what_a_deposed_leader_writes_is_refused(pair: Pair) -> None:
     assert ("SavePolicy", "late") not in pair.server.rows and "late" not in str(pair.server.rows)
 
 
+def test_what_a_deposed_leader_had_not_written_is_not_written_when_it_leads_again(pair: Pair) -> None:
+    pair.cut.add("a")
+    policy = m.TenantPolicy("late", dram_limit=1)
+    pair.hubs["a"].order(lambda state, now: (None, state.set_tenant(policy, now)))
+    assert not pair.hubs["a"].durable()
+    pair.turn("b", seconds=3)
+    pair.cut.clear()
+    pair.turn("a")
+    assert pair.leads() == "b"
+    pair.campaigns["b"].resign()
+    pair.turn("a")
+    assert pair.leads() == "a" and pair.hubs["a"].durable()
+    assert "late" not in str(pair.server.rows) and not pair.policies("a")
+
+
 def test_a_node_that_obeys_another_deposes(pair: Pair) -> None:
     pair.cut.add("a")
     pair.turn("b", seconds=3)
