@@ -394,10 +394,10 @@ class MasterState:
             reasons[gone[coming]] = MissReason.IN_FLIGHT
         return LookedUp(found, False, reasons)
 
-    def asked(self, opened: Opened, salt: str, hashes: bytes) -> None:
+    def asked(self, opened: Opened, salt: str, hashes: bytes, now: float) -> None:
         """What a lookup was about: worth being copied first when a node is lost. O(1)."""
         table = TableKey(opened.group.number, opened.namespace.shard, salt)
-        self.replication.asked(table, opened.namespace.hash_bytes, hashes)
+        self.replication.asked(table, opened.namespace.hash_bytes, hashes, now)
 
     def note_lookup(self, request: str, opened: Opened, salt: str, keys: Keys, answer: LookedUp, now: float) -> None:
         """Remember a lookup by the name of the request that it was for."""

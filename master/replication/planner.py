@@ -28,12 +28,13 @@ from kvstrata.proto.status import CopyReason, Tier
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What copies are ordered for. ``drains``: the node that is leaving."""
+    """What copies are ordered for. ``drains``: the node that is leaving; ``only``: the nodes that may take them."""
 
     reason: CopyReason
     pressing: bool
     drains: str = ""
     attempts: int = 0
+    only: frozenset[str] | None = None
 
 
 #: What is to be done with blocks that got no copy: nothing can take them, or nothing can now.
@@ -126,6 +127,8 @@ class Planner:
         done = 0
         while done < len(rows):
             fit, tier_there = _fit(targets, table.salt, tier, group.block_bytes, holders, hosts, why)
+            if why.only is not None:
+                fit = [target for target in fit if target.node.node_id in why.only]
             if not fit:
                 return len(rows) - done, BUSY if targets.held_up(holders) else NOWHERE
             pair = self._pair(sources, fit, group.block_bytes)

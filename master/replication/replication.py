@@ -21,7 +21,8 @@ from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node
 from kvstrata.master.replication.copies import LANDING_S, Copies, Copy, TakeNumber
 from kvstrata.master.replication.drains import ATTEMPTS, Drain, Drains
-from kvstrata.master.replication.planner import Planner
+from kvstrata.master.replication.hot import COPIED_AT_ONCE, Hot
+from kvstrata.master.replication.planner import Planner, Why
 from kvstrata.master.replication.replicas import Replicas
 from kvstrata.master.replication.rules import Rules
 from kvstrata.master.replication.scan import NAMED_BYTES, SLOTS_A_STEP, Scan
@@ -71,7 +72,8 @@ class Replication:
         self.replicas = Replicas(directory, membership.nodes)
         self.planner = Planner(directory, namespaces, self.replicas, self.copies, scope, take_number, emit)
         self.drains = Drains(directory, self.replicas, self.copies, self.planner, self._table_of, take_number, emit)
-        self.trims = Trims(directory, self.replicas, self.copies, emit, lambda keys: np.zeros(len(keys), np.bool_))
+        self.hot = Hot()
+        self.trims = Trims(directory, self.replicas, self.copies, emit, self.hot.kept)
         self.scan = Scan(directory, namespaces, self.rules, self.replicas)
         self.recent = Recent()
         self._directory = directory
@@ -187,13 +189,15 @@ class Replication:
         if len(rows):
             self._cold.put(Piece(table, rows, pressing=False))
 
-    def asked(self, table: TableKey, hash_bytes: int, hashes: bytes) -> None:
-        """A lookup, in short: only where blocks are to have several replicas."""
-        if not (self._standing.leading and self.rules.any):
+    def asked(self, table: TableKey, hash_bytes: int, hashes: bytes, now: float) -> None:
+        """A lookup, in short. O(1)."""
+        if not self._standing.leading:
             return
-        group = self._namespaces.by_number(table.group)
-        if group is not None and self.rules.wanted(group.name, table.salt) > 1:
-            self.recent.asked(table, hash_bytes, hashes)
+        self.hot.asked(table, hash_bytes, hashes, now)
+        if self.rules.any:
+            group = self._namespaces.by_number(table.group)
+            if group is not None and self.rules.wanted(group.name, table.salt) > 1:
+                self.recent.asked(table, hash_bytes, hashes, now)
 
     def copy_done(self, event: m.CopyDone, now: float) -> None:
         done = self.copies.done(event, now)
@@ -254,11 +258,13 @@ class Replication:
         for copy in self.copies.turn(linked, now):
             self._ended(copy, np.zeros(len(copy.rows), dtype=np.bool_), now)
         self.trims.turn(now)
+        self.hot.turn(now)
         if not self._all_here(now):
             return
         targets = Targets(self.replicas.takers, self._membership.quotas, self.copies, now)
         self.drains.turn(self._membership.nodes.get, targets, LOOKED_AT, now)
         self._work_off(self._fresh, targets, now)
+        self._relieve(targets, now)
         if not self._held_back(now):
             self._mend(targets, now)
 
@@ -314,7 +320,7 @@ class Replication:
         """Replicas that were lost: what is asked for now first, then what a scan finds; and those too many."""
         if self._repair_at is not None:
             self._repair_at = None
-            for piece in self.recent.newest_first():
+            for piece in self.recent.newest_first(now):
                 self._lost.put(piece)
         self._work_off(self._lost, targets, now)
         self._work_off(self._cold, targets, now)
@@ -326,6 +332,30 @@ class Replication:
             if len(amiss.over):
                 self._let_go(Piece(amiss.table, amiss.over, pressing=False))
         self._ask_for_names(now)
+
+    def _relieve(self, targets: Targets, now: float) -> None:
+        """Copy what a busy node alone has of the prefixes that are asked for most, to nodes that are less busy."""
+        due = self.hot.due(self.replicas.takers, now)
+        if due is None:
+            return
+        busy, prefixes = due
+        why = Why(CopyReason.HOT, pressing=True, only=self.hot.rates.idle())
+        budget = COPIED_AT_ONCE
+        for table, prefix in prefixes:
+            found = self.planner.located(table, prefix)
+            if found is None or budget <= 0:
+                continue
+            group, rows, keys, scoped = found
+            ids = self._directory.living_ids(table, keys)
+            todo = (self.replicas.stands(ids) == 1) & ~self.copies.moving(scoped) & ~self.hot.kept(scoped)
+            for set_id in np.unique(ids[todo]).tolist():
+                if [node.node_id for node, _ in self.replicas.sources(set_id)] != [busy]:
+                    continue
+                where = np.flatnonzero(todo & (ids == set_id))[: max(0, budget)]
+                left, _ = self.planner.copy(table, group, set_id, rows[where], scoped[where], why, targets, now)
+                done = where[: len(where) - left]
+                self.hot.copied(scoped[done])
+                budget -= len(done)
 
     def _work_off(self, waiting: Waiting, targets: Targets, now: float) -> None:
         budget = LOOKED_AT
@@ -366,6 +396,7 @@ class Replication:
         self.trims.check()
         self.scan.check()
         self.recent.check()
+        self.hot.check()
         for waiting in (self._fresh, self._lost, self._cold):
             waiting.check()
         for node_id in self._stopping:

@@ -94,27 +94,37 @@ class Waiting:
 
 
 class Recent:
-    """The last lookups, so that what is asked for now is copied first when a node is lost."""
+    """The last lookups. ``span_s``: none older than that are told of."""
 
-    def __init__(self) -> None:
-        self._calls: deque[tuple[TableKey, int, bytes]] = deque()
+    def __init__(self, span_s: float = 3600.0) -> None:
+        self._span_s = span_s
+        self._calls: deque[tuple[TableKey, int, bytes, float]] = deque()
         self._blocks = 0
 
-    def asked(self, table: TableKey, hash_bytes: int, hashes: bytes) -> None:
+    def asked(self, table: TableKey, hash_bytes: int, hashes: bytes, now: float) -> None:
         """O(1): the bytes are kept, not looked at."""
-        self._calls.append((table, hash_bytes, hashes))
+        self._calls.append((table, hash_bytes, hashes, now))
         self._blocks += len(hashes) // hash_bytes
         while self._blocks > RECENT_BLOCKS or len(self._calls) > RECENT_CALLS:
-            _, width, oldest = self._calls.popleft()
-            self._blocks -= len(oldest) // width
+            self._forget_one()
 
-    def newest_first(self) -> list[Piece]:
-        """Everything that is remembered."""
+    def _forget_one(self) -> None:
+        _, width, oldest, _ = self._calls.popleft()
+        self._blocks -= len(oldest) // width
+
+    def within(self, now: float) -> list[tuple[TableKey, int, bytes]]:
+        """(table, bytes of a hash, hashes) of the calls of the span, the newest first."""
+        while self._calls and now - self._calls[0][3] > self._span_s:
+            self._forget_one()
+        return [(table, width, hashes) for table, width, hashes, _ in reversed(self._calls)]
+
+    def newest_first(self, now: float) -> list[Piece]:
+        """What they asked for, as pieces."""
         return [
             Piece(table, np.frombuffer(hashes, dtype=np.uint8).reshape(-1, width), pressing=True)
-            for table, width, hashes in reversed(self._calls)
+            for table, width, hashes in self.within(now)
             if hashes
         ]
 
     def check(self) -> None:
-        assert self._blocks == sum(len(hashes) // width for _, width, hashes in self._calls) <= RECENT_BLOCKS
+        assert self._blocks == sum(len(hashes) // width for _, width, hashes, _ in self._calls) <= RECENT_BLOCKS

@@ -43,12 +43,14 @@ class ModelNode:
     drained: str | None = None
     fails: bool = False  #: every copy comes to nothing
     status: BlockStatus = BlockStatus.NODE_LOST  #: what failed copies end in
+    deaf: bool = False  #: it lets go of nothing
     mute: bool = False  #: copies are not answered
     dram: OrderedDict[tuple[Namespace, str, bytes], int] = field(default_factory=OrderedDict)
     ssd: OrderedDict[tuple[Namespace, str, bytes], int] = field(default_factory=OrderedDict)
     wire: list[m.Event] = field(default_factory=list)
     inbox: list[m.Command] = field(default_factory=list)
     copied: int = 0
+    bytes_out: int = 0
 
     def tier(self, tier: int) -> OrderedDict[tuple[Namespace, str, bytes], int]:
         return self.ssd if tier == Tier.SSD else self.dram
@@ -86,6 +88,7 @@ class ModelNode:
             dram_bytes_used=len(self.dram) * BLOCK,
             dram_bytes_free=(self.blocks_max - len(self.dram)) * BLOCK,
             ssd_bytes_free=(self.ssd_max - len(self.ssd)) * BLOCK,
+            bytes_out=self.bytes_out,
         )
 
 
@@ -229,7 +232,7 @@ class Pool:
             order = node.inbox.pop(0)
             if isinstance(order, m.SendCopy) and not node.mute:
                 self.copy(node, order)
-            elif isinstance(order, m.SendSurplus):
+            elif isinstance(order, m.SendSurplus) and not node.deaf:
                 for digest in self.digests(order.namespace, order.hashes):
                     node.lose((order.namespace, order.salt, digest), Departure.SURPLUS)
             elif isinstance(order, m.SendDrain):
@@ -317,7 +320,7 @@ class Pool:
     def ask(self, *numbers: int, namespace: Namespace = NS) -> None:
         opened, commands = self.state.open_namespace(namespace)
         self.take(commands)
-        self.state.asked(opened, SALT, b"".join(one(number, namespace) for number in numbers))
+        self.state.asked(opened, SALT, b"".join(one(number, namespace) for number in numbers), self.now)
 
     def have(self, number: int, namespace: Namespace = NS) -> int:
         """Nodes that live and really have a block."""

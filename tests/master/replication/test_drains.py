@@ -257,3 +257,18 @@ def test_what_finds_no_memory_free_goes_to_ssd() -> None:
     pool.until(lambda: over(pool, "n0"))
     assert pool.drain_of("n0").bytes_failed == 0
     assert len(pool.nodes["n1"].ssd) == 20 and len(pool.nodes["n1"].dram) == 20
+
+
+def test_what_is_of_older_weights_need_not_move() -> None:
+    pool = pool_of(nodes=2, replicas=1)
+    node = pool.nodes["n0"]
+    pool.store("n0", 1)
+    pool.run(1)
+    pool.drain("n0")
+    _, commands = pool.state.bump(NS.group, pool.now)
+    pool.take(commands)
+    drain = pool.drain_of("n0")
+    drain.whole = False
+    before = drain.bytes_moved
+    pool.tell(m.Offer(node.session, drain.command, (m.Holding(NS, SALT, 0, one(2), 0),), False, 2 * BLOCK))
+    assert drain.bytes_moved == before + BLOCK and not drain.blocks

@@ -303,3 +303,19 @@ def test_a_node_that_is_cut_off_by_force_may_come_back_as_a_new_one() -> None:
     pool.attach(pool.nodes["n0"])
     pool.run(1)
     assert pool.state.nodes.get("n0") is not None
+
+
+def test_while_an_order_to_let_go_does_not_show_nobody_else_is_told() -> None:
+    """The first may have obeyed, unheard: a second order would take the last replica."""
+    pool = pool_of(nodes=2, replicas=1)
+    pool.store("n0", 1)
+    pool.store("n1", 1, *range(10, 20))
+    pool.step()
+    for node in pool.nodes.values():
+        node.deaf = True
+    pool.until(lambda: bool(pool.ordered(m.SendSurplus)), 60)
+    pool.nodes["n0"].blocks_max, pool.nodes["n1"].blocks_max = 2, 64
+    pool.run(8)
+    assert len(pool.ordered(m.SendSurplus)) == 1
+    pool.run(20)
+    assert len(pool.ordered(m.SendSurplus)) > 1, "it is told again when it does not obey"
