@@ -41,6 +41,9 @@ def master(
         typer.Option(help="Host by which clients and other masters reach this one, where it binds every address."),
     ] = None,
     grace: Annotated[float, typer.Option(help="Seconds after a start in which a miss may be 'not yet'.", min=0)] = 5.0,
+    hot_copies: Annotated[
+        bool, typer.Option(help="Copy what one busy node is asked for most to a node that is less busy.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
@@ -59,6 +62,7 @@ def master(
             seed=seed,
             state_password_file=state_password_file,
             advertise=advertise,
+            hot_copies=hot_copies,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

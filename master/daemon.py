@@ -50,6 +50,7 @@ class MasterConfig:
     seed: int | None = None
     state_password_file: Path | None = None
     advertise: str | None = None  #: the host by which clients and other masters reach this one
+    hot_copies: bool = False
 
 
 class Master:
@@ -68,6 +69,7 @@ class Master:
         store = open_store(config.state, config.cluster_id, config.state_password_file)
         self._stops.append(store.close)
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)
+        self.hub.copy_hot(config.hot_copies)
         self._stops.append(self.hub.journal.flush)
         self._advertise = config.advertise
         self.hub.address = lambda: self._record().channel

@@ -346,6 +346,11 @@ class Hub:
         with self._lock:
             return self._state.knows(event.node_id, event.incarnation)
 
+    def copy_hot(self, enabled: bool) -> None:
+        """Whether prefixes that a busy node is asked for most get a copy elsewhere, while this master leads."""
+        with self._lock:
+            self._state.replication.hot.enabled = enabled
+
     def durable(self) -> bool:
         """Have what was ordered written; False when it may not outlive this master."""
         if not self.journal.flush():
