@@ -148,7 +148,7 @@ class Drains:
                 blocks = list(shelf.blocks.values())
             coming.extend(block for block in blocks if block.state == IN_FLIGHT)
             visible = [block for block in blocks if _stands(block)]
-            ordered.append(by_worth(visible, lambda stamp: inventory.ages.idle_s(stamp, now)))
+            ordered.append(by_worth(visible, lambda stamps: inventory.ages.idle_all_s(stamps, now)))
         return ordered, coming
 
     def _below(self, dram: Sequence[Ordered]) -> list[Ordered]:

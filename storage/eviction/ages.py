@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 #: Seconds between two points, at the least.
 STEP_S: Final = 1.0
 #: Points kept: when there are more, every other one of the older half goes.
@@ -39,6 +42,16 @@ class Ages:
         if after == len(self._stamps):
             return 0.0
         return max(0.0, now - (self._times[after - 1] if after else self._times[0]))
+
+    def idle_all_s(self, stamps: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
+        """:meth:`idle_s` of many."""
+        times, given = np.array(self._times, np.float64), np.array(self._stamps, np.int64)
+        if not len(times):
+            return np.zeros(len(stamps))
+        after = np.searchsorted(given, stamps, "left")
+        idle = np.maximum(0.0, now - times[np.maximum(0, after - 1)])
+        idle[after == len(given)] = 0.0
+        return idle
 
     def stamp_at(self, when: float) -> int:
         """The last stamp given at ``when``, or somewhat before; 0 where that is not remembered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvstrata.proto.status import BlockStatus
@@ -21,6 +22,9 @@ def test_stamps_become_seconds_and_back() -> None:
     assert ages.stamp_at(1050.7) == 500 and ages.stamp_at(999.0) == 0
     assert 49.0 <= ages.idle_s(500, 1099.0) <= 50.0
     assert 49.0 <= ages.idle_s(495, 1099.0) <= 50.0
+    stamps = np.array([0, 495, 500, 990, 995, 5000])
+    assert ages.idle_all_s(stamps, 1099.0).tolist() == [ages.idle_s(stamp, 1099.0) for stamp in stamps.tolist()]
+    assert Ages().idle_all_s(stamps, 1.0).tolist() == [Ages().idle_s(0, 1.0)] * 6
     assert ages.idle_s(5000, 1099.0) == 0.0, "a call that no point has seen yet"
     ages.check()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +25,12 @@ def block(on: Shelf, number: int, index: int, stamp: int, hits: int = 0, before:
     return one
 
 
+def idle(stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return np.asarray(1000.0 - stamps, np.float64)
+
+
 def order(blocks: list[Block]) -> list[bytes]:
-    return [each.hash for each in by_worth(blocks, lambda stamp: 1000.0 - stamp)[1]]
+    return [each.hash for each in by_worth(blocks, idle)[1]]
 
 
 def test_the_hottest_come_first() -> None:
@@ -71,7 +77,7 @@ def test_tenants_take_turns_by_bytes() -> None:
     large, small = shelf("large", 4 << 20), shelf("small", 1 << 20)
     one = [block(large, n, 0, 900, hits=9) for n in range(20)]
     two = [block(small, 100 + n, 0, 5) for n in range(20)]
-    runs = list(in_turns([by_worth(one, float), by_worth(two, float)]))
+    runs = list(in_turns([by_worth(one, idle), by_worth(two, idle)]))
     assert sorted(each.hash for run in runs for each in run) == sorted(each.hash for each in (*one, *two))
     given_bytes = {"large": 0, "small": 0}
     left = {"large": 80 << 20, "small": 20 << 20}
@@ -89,9 +95,9 @@ def test_within_a_tenant_the_better_shelf_goes_first() -> None:
     first, second = shelf("t"), shelf("t", 2 << 20)
     hot = [block(first, n, 0, 990 - n) for n in range(3)]
     cold = [block(second, 10 + n, 0, 10) for n in range(3)]
-    runs = list(in_turns([by_worth(cold, lambda s: 1000.0 - s), by_worth(hot, lambda s: 1000.0 - s)]))
+    runs = list(in_turns([by_worth(cold, idle), by_worth(hot, idle)]))
     assert [run[0].shelf for run in runs] == [first, second]
 
 
 def test_nothing_is_worth_nothing() -> None:
-    assert by_worth([], float) == ([], []) and list(in_turns([([], [])])) == []
+    assert by_worth([], idle) == ([], []) and list(in_turns([([], [])])) == []
