@@ -26,6 +26,7 @@ from tests.chaos.hosts import Host, Hosts
 from tests.e2e.real_pool import Daemon, until
 
 ROOT = Path(__file__).parents[2]
+START_S = 60.0
 END_S = 15.0
 
 
@@ -109,7 +110,7 @@ class Cluster:
                 _ = self.daemon(f"master{index}").ready
             for index in range(nodes):
                 self.start(f"node{index}")
-            until(self.whole, 30)
+            until(self.whole, START_S)
             if replicas > 1:
                 self._set_replicas(replicas)
         except BaseException:
