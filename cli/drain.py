@@ -30,6 +30,7 @@ WaitFor = Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress u
 POLL_S = 0.5
 #: Masters that change leader are waited for; a drain that nobody can tell about for so long is given up on.
 SILENT_S = 30.0
+FORGOTTEN_S = 5.0
 DRAINING, DRAINED = "draining", "drained"
 
 
@@ -99,7 +100,7 @@ def _watch(master: str, node_id: str, *, quiet: bool) -> control.NodeRow:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[bytes]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         bar = progress.add_task(f"draining {node_id}", total=None, bytes="")
-        heard = time.monotonic()
+        heard, missed = time.monotonic(), 0.0
         while True:
             try:
                 with ask(master) as admin:
@@ -111,7 +112,12 @@ def _watch(master: str, node_id: str, *, quiet: bool) -> control.NodeRow:
                 time.sleep(POLL_S)
                 continue
             if row is None or not row.drain.state:
-                raise InvalidArgument(f"the drain of {node_id} was cancelled, or the node was removed")
+                missed = missed or time.monotonic()
+                if time.monotonic() - missed > FORGOTTEN_S:  # and not a master that has not heard of it yet
+                    raise InvalidArgument(f"the drain of {node_id} was cancelled, or the node was removed")
+                time.sleep(POLL_S)
+                continue
+            missed = 0.0
             _show(progress, bar, row.drain)
             if row.drain.state != DRAINING:
                 return row

@@ -28,10 +28,10 @@ COMMAND_BYTES: Final = 32 << 20
 BYTES_TO_MAX: Final = 64 << 20
 BYTES_FROM_MAX: Final = 128 << 20
 COMMANDS_TO_MAX: Final = 8
-#: A command's deadline: this, and its bytes at a speed that is worth waiting for. The answer may take longer by
-#: ``ANSWER_S``.
+#: A command's deadline: this, and what its two nodes have under way at the lowest bandwidth that is reckoned with. The
+#: answer may take longer by ``ANSWER_S``.
 DEADLINE_S: Final = 10.0
-SPEED_MIN: Final = 4 << 20
+SPEED_MIN: Final = 1 << 20
 ANSWER_S: Final = 5.0
 LANDING_S: Final = 3.0
 #: A node that could not take or give a copy is left alone for so long, twice as long each time it goes on.
@@ -117,6 +117,10 @@ class Copies:
     def commands_to(self, node_id: str) -> int:
         """Commands that a node has not answered."""
         return self._commands_to[node_id]
+
+    def deadline_s(self, source: str, target: str, nbytes: int) -> float:
+        """How long a copy of so many bytes may take, with what is under way already."""
+        return DEADLINE_S + (max(self._to[target], self._from[source]) + nbytes) / SPEED_MIN
 
     def of_drain(self, node_id: str) -> int:
         """Bytes under way because of a node's drain."""
@@ -248,11 +252,6 @@ class Copies:
 def _each(keys: Keys) -> Iterator[bytes]:
     raw = keys.tobytes()
     return (raw[start : start + 16] for start in range(0, len(raw), 16))
-
-
-def deadline_s(nbytes: int) -> float:
-    """How long a node may take for a copy of so many bytes."""
-    return DEADLINE_S + nbytes / SPEED_MIN
 
 
 def _sums(parts: Iterable[tuple[str, int]]) -> Counter[str]:

@@ -19,7 +19,7 @@ from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
 from kvstrata.master.namespaces import Group, Namespaces
 from kvstrata.master.nodes import Node
-from kvstrata.master.replication.copies import Copies, Copy, TakeNumber, deadline_s
+from kvstrata.master.replication.copies import Copies, Copy, TakeNumber
 from kvstrata.master.replication.replicas import Replicas
 from kvstrata.master.replication.targets import Target, Targets
 from kvstrata.master.replication.waiting import Piece, Rows
@@ -169,7 +169,7 @@ class Planner:
         target.free -= nbytes
         if tier == Tier.DRAM:
             node.placed_bytes += nbytes
-        seconds = deadline_s(nbytes)
+        seconds = self._copies.deadline_s(source.node_id, node.node_id, nbytes)
         command = self._take_number()
         self._copies.order(
             Copy(
