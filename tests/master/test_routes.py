@@ -75,6 +75,12 @@ def test_on_the_askers_host_one_node_serves_a_prefix_and_prefixes_are_spread() -
     assert all(len(nodes) == 1 for nodes in served) and set.union(*served) == {0, 1}
 
 
+def test_hosts_that_are_not_known_are_not_the_same_host() -> None:
+    sets = HolderSets()
+    ids = np.repeat(held_by(sets, (0, 0), (1, 0)), 2 * RUN_BLOCKS)
+    assert set(slots(routes_of(sets, {0: "", 1: ""}).codes(ids, ""))) == {0, 1}
+
+
 def test_a_busy_replica_gets_fewer_runs() -> None:
     sets = HolderSets()
     ids = np.repeat(held_by(sets, (0, 0), (1, 0)), LANES * RUN_BLOCKS)
