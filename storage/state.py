@@ -121,6 +121,7 @@ class NodeState:
     ) -> None:
         self.counts = Counts()
         self.drops = 0  #: deltas do not tell of what went by these
+        self.drop_seq = 0  #: who has applied deltas up to here knows of all of them
         self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
         self.inventory = Inventory(arena, policy or IsolatedLRU(order), self.deltas, self.counts, quotas=self.quotas)
@@ -180,8 +181,10 @@ class NodeState:
 
     def drop(self, group: str, salt: str | None, now: float) -> int:
         """Everything of a group ("": of all) and a tenant (None: of all) goes, as by :meth:`set_epoch`."""
+        count = self._retire(group, salt, Departure.DROPPED, now)
         self.drops += 1
-        return self._retire(group, salt, Departure.DROPPED, now)
+        self.drop_seq = self.deltas.mark()
+        return count
 
     def _retire(self, group: str, salt: str | None, why: Departure, now: float) -> int:
         count = 0

@@ -94,7 +94,6 @@ class MasterLink:
         self._copies = copies
         self._identity = Identity.new("node")
         self._lost_at: float | None = None
-        self._drops: int | None = None  #: drops of which this master knows; None: it knows of nothing here
         self._outbox: Outbox | None = None
         self._call: Any = None
         self._cluster_id = ""
@@ -167,7 +166,7 @@ class MasterLink:
         """Attach and stay attached until the stream ends."""
         target, host = self._find()
         channel = grpc.insecure_channel(target, options=_OPTIONS)
-        outbox = Outbox(self._state, self._lock, self._attach(host), self._status, self._drops)
+        outbox = Outbox(self._state, self._lock, self._attach(host), self._status)
         timer = threading.Timer(ATTACH_S, self._give_up, [outbox])
         timer.daemon = True
         try:
@@ -182,7 +181,6 @@ class MasterLink:
             if self.attached:
                 self._lost_at = time.monotonic()
             self.attached = False
-            self._drops = outbox.drops
             outbox.end()
             self._outbox = None
             self._call = None

@@ -117,6 +117,13 @@ class DeltaLog:
                 self._kept -= self._closed.popleft().count
         return self.open_seq - 1
 
+    def mark(self) -> int:
+        """Number a batch of nothing: who has applied it knows of what deltas do not tell. Returns its number."""
+        self.close_batch()
+        self._closed.append(DeltaBatch(self.open_seq, (), 0))
+        self.open_seq += 1
+        return self.open_seq - 1
+
     def after(self, seq: int) -> list[DeltaBatch] | None:
         """Closed batches numbered above ``seq``; None when some are gone: a snapshot is needed."""
         if seq >= self.open_seq - 1:

@@ -41,9 +41,8 @@ class Outbox:
         lock: threading.Lock,
         attach: control.Attach,
         status: Callable[[Told], control.NodeStatus],
-        drops: int | None = None,
     ) -> None:
-        self.drops = drops  #: of the node's, so many are known to the master; None: it has no inventory yet
+        self.drops: int | None = None  #: of the node's, so many are known to the master; None: it has no inventory yet
         self.attached = threading.Event()
         self.over = False
         self.beat = time.monotonic()
@@ -66,15 +65,15 @@ class Outbox:
         self._changed.set()
 
     def resume(self, seq: int) -> bool:
-        """The master has all deltas up to ``seq``: True when those that follow are still here.
+        """The master has all deltas up to ``seq``: True when it needs no snapshot to go on from there.
 
-        Drops are not among them: a master that has missed one is sent a snapshot nevertheless.
+        Drops are not among the deltas: a master that has missed one does.
         """
         with self._lock:
             log = self._state.deltas
-            if not 0 < seq < log.open_seq or log.after(seq) is None:
+            if not max(1, self._state.drop_seq) <= seq < log.open_seq or log.after(seq) is None:
                 return False
-            self.sent_seq, self._resync = seq, False
+            self.sent_seq, self._resync, self.drops = seq, False, self._state.drops
         return True
 
     def knows_drops(self) -> None:
@@ -151,7 +150,11 @@ class Outbox:
                 return  # a goodbye does not wait for the rest of a snapshot
         with self._lock:
             self._state.deltas.close_batch()
-            batches = self._state.deltas.after(self.sent_seq)
+            # A drop since: a snapshot comes first, since deltas after it would say that the master knows of it.
+            known = self.drops == self._state.drops
+            batches = self._state.deltas.after(self.sent_seq) if known else []
+        if not known:
+            self._changed.set()
         if batches is None:
             self._resync = True  # the log was trimmed past us: the next round sends a snapshot
             self._changed.set()

@@ -76,7 +76,7 @@ class SimLink:
 
     def _session(self, end: End) -> Future:
         node, over = self._node, Future()
-        outbox = Outbox(node.state, node.lock, node.attach(), node.report.node_status, self.link._drops)
+        outbox = Outbox(node.state, node.lock, node.attach(), node.report.node_status)
 
         def lost(why: str) -> None:
             if outbox is not self._outbox:
@@ -84,7 +84,6 @@ class SimLink:
             if self.link.attached:
                 self.link._lost_at = self._process.clock()
             self.link.attached = False
-            self.link._drops = outbox.drops
             outbox.end()
             self._outbox = self.link._outbox = None
             self._saying = False
