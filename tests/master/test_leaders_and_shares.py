@@ -43,6 +43,7 @@ class SimpleNode:
     fence: Fence = field(default_factory=Fence)
     links: dict[str, tuple[int, Outbox]] = field(default_factory=dict)
     wanted: int = 0
+    away: bool = False  #: it hears and says nothing
 
     def hears(self, command: m.Send, stamp: Stamp, now: float) -> None:
         shares = command.shares if isinstance(command, m.SendAttached) else command
@@ -101,7 +102,7 @@ class Leaders(RuleBasedStateMachine):
         """Attach where there is no link, hear what is on its way, and report."""
         it = self.nodes[node]
         for name, master in self.masters.items():
-            if not master.runs:
+            if not master.runs or it.away:
                 continue
             self._link(node, name)
             session, outbox = it.links[name]
@@ -131,6 +132,10 @@ class Leaders(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES), megabytes=st.integers(0, 400))
     def want(self, node: str, megabytes: int) -> None:
         self.nodes[node].wanted = megabytes << 20
+
+    @rule(node=st.sampled_from(NODES), away=st.booleans())
+    def come_and_go(self, node: str, away: bool) -> None:
+        self.nodes[node].away = away
 
     @rule(seconds=st.sampled_from((0.1, 0.5, 1.5, 3.0)))
     def wait(self, seconds: float) -> None:
@@ -197,6 +202,8 @@ class Leaders(RuleBasedStateMachine):
         self.server.down = False
         for master in self.masters.values():
             master.runs, master.cut = True, False
+        for node in self.nodes.values():
+            node.away = False
         for _ in range(10):
             self.settle()
         leading = [master.hub for master in self.masters.values() if master.hub.leads()[0]]
@@ -205,6 +212,27 @@ class Leaders(RuleBasedStateMachine):
         assert set(leading[0].read(lambda state, now: dict(state.quotas.policies))) == {"t"}
         for master in self.masters.values():
             master.hub.read(lambda state, now: state.check())
+
+
+def test_the_part_of_a_node_that_is_away_stays_its_own_through_a_takeover() -> None:
+    """The next leader has it from the store; what the others want does not change that."""
+    world = Leaders()
+    world.begin(1)
+    world.want("z", 250)
+    for _ in range(10):
+        world.settle()
+    theirs = world.nodes["z"].book.limit(Tier.DRAM, "t", world.now)
+    assert theirs is not None and theirs > LIMIT // 2
+    world.nodes["z"].away = True
+    world.masters["a"].runs = False
+    world.want("x", 400)
+    world.want("y", 400)
+    for _ in range(20):
+        world.settle()
+        world.never_more_than_the_limit()
+    assert world.masters["b"].hub.leads()[0]
+    world.heal()
+    world.never_more_than_the_limit()
 
 
 TestLeaders = Leaders.TestCase
