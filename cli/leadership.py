@@ -32,7 +32,5 @@ def masters(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
             ]
             print_table("masters", ("channel", "role", "grpc", "http", ""), table)
             if not led:
-                typer.echo(
-                    "nobody leads: until one does, policies cannot be changed, and nothing is balanced"
-                )
+                typer.echo("nobody leads: until one does, policies cannot be changed, and nothing is balanced")
         raise typer.Exit(Exit.OK if led else Exit.FAILED)
