@@ -10,11 +10,12 @@ import pytest
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus, CopyReason, Tier
+from kvstrata.proto.status import BlockStatus, CopyReason, Departure, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying import intake
 from kvstrata.storage.copying.book import WAITING_MAX
 from kvstrata.storage.copying.copier import COPIERS
+from kvstrata.storage.eviction.orders import HINTED
 from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.connection import Connection
@@ -226,6 +227,8 @@ def test_a_hot_copy_is_the_first_to_leave_until_somebody_reads_it(make: MakeNode
     source.store(range(4))
     target.store(range(100, 110))
     assert target.copy(source, range(4), reason=CopyReason.HOT) == [STORED] * 4
+    copies = [target.block(number) for number in range(4)]
+    assert all(each is not None and (each.stamp, each.hinted) == (HINTED, Departure.SURPLUS) for each in copies)
     target.load(range(2))
     target.store(range(200, 220))
     filled = len(target.present(range(200, 220)))
