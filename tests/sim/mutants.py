@@ -27,11 +27,13 @@ from kvstrata.storage.tiers.moves import TierMoves
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``breaks`` is the invariant that it is about, ``seeds`` within how many it shows."""
+    """``breaks`` is the invariant that it is about, ``seeds`` within how many it shows, under ``options`` if it takes
+    certain faults to matter."""
 
     breaks: str
     seeds: int
     apply: Callable[[], None]
+    options: tuple[str, ...] = ()
 
 
 def _unfinished() -> None:
@@ -165,7 +167,7 @@ def _untold_drops() -> None:
     Outbox.drops = property(lambda self: self._state.drops, lambda self, value: None)  # type: ignore[assignment]
 
 
-def _rotten_move() -> None:
+def _early_promotion() -> None:
     """What is read from SSD is published before it has been read."""
     up = TierMoves._up
 
@@ -180,21 +182,29 @@ def _rotten_move() -> None:
     TierMoves.promoted = lambda self, move, statuses, now: None if move.over else promoted(self, move, statuses, now)  # type: ignore[method-assign]
 
 
+def _sole(*faults: str) -> tuple[str, ...]:
+    return "--masters", "1", "--faults", ",".join(faults)
+
+
+def _several(*faults: str) -> tuple[str, ...]:
+    return "--masters", "3", "--faults", ",".join(faults)
+
+
 MUTANTS = {
-    "unfinished": Mutant("INV-2", 10, _unfinished),
-    "reused": Mutant("INV-3", 30, _reused),
-    "unleased": Mutant("INV-3", 10, _unleased),
+    "unfinished": Mutant("INV-2", 20, _unfinished),
+    "reused": Mutant("INV-3", 30, _reused, _sole("kill client", "stop client")),
+    "unleased": Mutant("INV-3", 5, _unleased),
     "forgotten-hold": Mutant("INV-5", 10, _forgotten_hold),
     "no-victim": Mutant("INV-10", 10, _no_victim),
-    "unrecorded": Mutant("INV-1", 60, _unrecorded),
-    "risen": Mutant("INV-1", 30, _risen),
-    "no-tombstones": Mutant("INV-1", 60, _no_tombstones),
-    "no-scopes": Mutant("INV-1", 60, _no_scopes),
+    "unrecorded": Mutant("INV-1", 30, _unrecorded, _sole("kill node")),
+    "risen": Mutant("INV-1", 10, _risen),
+    "no-tombstones": Mutant("INV-1", 20, _no_tombstones, _sole("kill node", "cut")),
+    "no-scopes": Mutant("INV-1", 20, _no_scopes, _sole("kill node", "cut")),
     "old-weights": Mutant("INV-1", 10, _old_weights),
-    "eager-shares": Mutant("INV-11", 30, _eager_shares),
-    "ignored-deltas": Mutant("INV-7", 30, _ignored_deltas),
-    "no-departures": Mutant("INV-7", 10, _no_departures),
-    "no-fence": Mutant("leaders", 60, _no_fence),
-    "untold-drops": Mutant("INV-7", 60, _untold_drops),
-    "early-promotion": Mutant("INV-2", 30, _rotten_move),
+    "eager-shares": Mutant("INV-11", 60, _eager_shares, _sole("stop node", "cut", "slow link")),
+    "ignored-deltas": Mutant("INV-7", 30, _ignored_deltas, _sole("break", "kill master")),
+    "no-departures": Mutant("INV-7", 5, _no_departures),
+    "no-fence": Mutant("leaders", 20, _no_fence, _several("stop master", "store cut")),
+    "untold-drops": Mutant("INV-7", 10, _untold_drops, _several()),
+    "early-promotion": Mutant("INV-2", 20, _early_promotion),
 }

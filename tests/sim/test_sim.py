@@ -33,6 +33,12 @@ def simulate(*options: str, seconds: float, fails: bool = False) -> str:
     return done.stdout
 
 
+def noticed(name: str, seconds: float) -> None:
+    mutant = MUTANTS[name]
+    seeds = ("--seed", "1", "--seeds", str(mutant.seeds))
+    simulate("--mutant", name, *seeds, "--first", *mutant.options, seconds=seconds, fails=True)
+
+
 @pytest.mark.timeout(FIXED_S + OVERTIME_S + 10)
 def test_the_fixed_seeds() -> None:
     simulate("--seed", str(FIXED[0]), "--seeds", str(FIXED[1]), seconds=FIXED_S)
@@ -53,14 +59,14 @@ def test_a_seed_is_a_seed() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_broken_build_is_noticed(name: str) -> None:
     """Within as many seeds as the list of them says."""
-    simulate("--mutant", name, "--seed", "1", "--seeds", str(MUTANTS[name].seeds), "--first", seconds=50, fails=True)
+    noticed(name, 50)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
 def test_every_broken_build_is_noticed(name: str) -> None:
-    simulate("--mutant", name, "--seed", "1", "--seeds", str(MUTANTS[name].seeds), "--first", seconds=800, fails=True)
+    noticed(name, 800)
 
 
 def test_a_story_is_cut_short() -> None:
