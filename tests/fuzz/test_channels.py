@@ -41,7 +41,7 @@ BODIES = {
     Kind.ABORT: pb.Abort, Kind.HINT: pb.Hint, Kind.HELLO: pb.Hello,
 }  # fmt: skip
 CI = pytest.param(1500, id="ci")
-LONG = pytest.param(60_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])
+LONG = pytest.param(20_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])
 
 
 @pytest.fixture

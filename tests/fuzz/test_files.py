@@ -25,7 +25,7 @@ from kvstrata.storage.ssd.opening import DeviceConfig
 from kvstrata.storage.ssd.tenant_keys import TenantKeys
 
 CI = pytest.param(150, id="ci")
-LONG = pytest.param(20_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])
+LONG = pytest.param(4_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])
 COUNTS = pytest.mark.parametrize("count", [CI, LONG])
 
 #: What people and broken disks put into files.

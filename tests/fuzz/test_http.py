@@ -14,7 +14,7 @@ from kvstrata.client.admin import AdminClient
 from tests.e2e.real_pool import RealPool
 
 CI = pytest.param(300, id="ci")
-LONG = pytest.param(30_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(600)])
+LONG = pytest.param(3_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(600)])
 METHODS = ("GET", "PUT", "DELETE", "POST", "HEAD", "PATCH", "BREW")
 PATHS = (
     "/", "/metrics", "/healthz", "/readyz", "/quota", "/quota/", "/quota/a", "/quota/%00", "/quota/%ff%fe",

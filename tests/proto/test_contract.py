@@ -132,7 +132,7 @@ def test_status_values_are_frozen() -> None:
     assert {status for status in BlockStatus if 0 < status < 10} == HELD
     assert {why.name: why.value for why in Departure} == {
         "UNKNOWN": 0, "ROOM": 1, "QUOTA": 2, "LOWERED": 3, "DEVICE": 4, "CORRUPT": 5, "REMOVED": 6, "DROPPED": 7,
-        "EPOCH": 8, "HINT": 9, "ORPHAN": 10,
+        "EPOCH": 8, "HINT": 9, "ORPHAN": 10, "SURPLUS": 11,
     }  # fmt: skip
     assert {kind.name: kind.value for kind in HintKind} == {"KEEP": 1, "FORGET": 2, "DROP": 3}
 
