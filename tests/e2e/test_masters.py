@@ -73,6 +73,7 @@ def calm(pool: ManyMasters, reader: Reader, leader: str) -> None:
     until(lambda: obeyed(pool) == {epoch})
     reader.more()
     assert not reader.wrong, reader.wrong
+    assert reader.missed <= max(3, reader.rounds // 20)
     assert reader.longest_s < CALL_S
 
 
