@@ -38,7 +38,7 @@ class Checks:
         self._events = 0
         self._truth_at = 0.0
         self._limits: dict[str, int | None] = {}
-        self._allowed: dict[str, int] = {}  #: by limited tenant
+        self._allowed: dict[str, float] = {}  #: by limited tenant
 
     # ------------------------------------------------------------------ on the way
 
@@ -92,13 +92,13 @@ class Checks:
         if limit is None:
             self._allowed.pop(salt, None)
         elif before is None or limit < before or self._allowed[salt] > before:
-            self._allowed[salt] = self.used(salt) + limit
+            self._allowed[salt] = math.inf  # until every node has heard of it
         else:
             self._allowed[salt] = limit
 
     def usage(self) -> None:
-        """INV-11: no tenant uses more than its limit once its nodes work by that, nor ever more than it used and may
-        use together. Nodes work by a limit when what each may come to use, or uses still, is within it."""
+        """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or
+        uses still, is within it."""
         for salt, limit in self._limits.items():
             if limit is None:
                 continue

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvstrata.storage.state as node_state
-from kvstrata.master.attachment import Attachment, Outcome
 from kvstrata.master.content.scopes import Scopes
 from kvstrata.master.content.tombstones import Tombstones
-from kvstrata.master.tenants.ledger import Part
+from kvstrata.storage.eviction.admission import Admission
 from kvstrata.storage.eviction.isolated_lru import IsolatedLRU
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.masters.commands import Commands
@@ -46,22 +45,6 @@ def _unfinished() -> None:
         return status, [block for block in found if block is not None]
 
     node_state._look = look
-
-
-def _reused() -> None:
-    """Slots of a reservation that ended are free although bytes are still being moved into them."""
-
-    def abort(self: ReservationBook, reservation: Any, verb: str = "aborted") -> None:
-        self._forget(reservation)
-        reservation.doomed = reservation.busy
-        for block in reservation.blocks:
-            self._inventory.drop(block, verb)
-
-    def moved(self: ReservationBook, reservation: Any) -> bool:
-        reservation.busy = False
-        return not reservation.doomed
-
-    ReservationBook.abort, ReservationBook.moved = abort, moved  # type: ignore[method-assign]
 
 
 def _unleased() -> None:
@@ -132,18 +115,9 @@ def _old_weights() -> None:
     node_state.NodeState.set_epoch = lambda self, group, epoch, now: 0  # type: ignore[method-assign]
 
 
-def _eager_shares() -> None:
-    """A share is raised before the donor has confirmed that it is below its new one."""
-
-    def relax(self: Part) -> None:
-        self.peak = max(self.granted, self.rise or 0)
-
-    Part.relax = relax  # type: ignore[method-assign]
-
-
-def _ignored_deltas() -> None:
-    """What a node says while its snapshot loads is not kept for afterwards."""
-    Attachment._keep = lambda self, delta, directory: Outcome.IGNORED  # type: ignore[method-assign]
+def _no_share() -> None:
+    """A node admits whatever its share says."""
+    Admission.allowed = lambda self, salt, slot_bytes, wanted, before: wanted  # type: ignore[method-assign]
 
 
 def _no_departures() -> None:
@@ -192,7 +166,6 @@ def _several(*faults: str) -> tuple[str, ...]:
 
 MUTANTS = {
     "unfinished": Mutant("INV-2", 20, _unfinished),
-    "reused": Mutant("INV-3", 30, _reused, _sole("kill client", "stop client")),
     "unleased": Mutant("INV-3", 5, _unleased),
     "forgotten-hold": Mutant("INV-5", 10, _forgotten_hold),
     "no-victim": Mutant("INV-10", 10, _no_victim),
@@ -201,8 +174,7 @@ MUTANTS = {
     "no-tombstones": Mutant("INV-1", 20, _no_tombstones, _sole("kill node", "cut")),
     "no-scopes": Mutant("INV-1", 20, _no_scopes, _sole("kill node", "cut")),
     "old-weights": Mutant("INV-1", 10, _old_weights),
-    "eager-shares": Mutant("INV-11", 60, _eager_shares, _sole("stop node", "cut", "slow link")),
-    "ignored-deltas": Mutant("INV-7", 30, _ignored_deltas, _sole("break", "kill master")),
+    "no-share": Mutant("INV-11", 20, _no_share, _sole()),
     "no-departures": Mutant("INV-7", 5, _no_departures),
     "no-fence": Mutant("leaders", 20, _no_fence, _several("stop master", "store cut")),
     "untold-drops": Mutant("INV-7", 10, _untold_drops, _several()),

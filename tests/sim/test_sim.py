@@ -36,7 +36,8 @@ def simulate(*options: str, seconds: float, fails: bool = False) -> str:
 def noticed(name: str, seconds: float) -> None:
     mutant = MUTANTS[name]
     seeds = ("--seed", "1", "--seeds", str(mutant.seeds))
-    simulate("--mutant", name, *seeds, "--first", *mutant.options, seconds=seconds, fails=True)
+    told = simulate("--mutant", name, *seeds, "--first", *mutant.options, seconds=seconds, fails=True)
+    assert "TypeError" not in told and "AttributeError" not in told, "the breakage itself is out of date"
 
 
 @pytest.mark.timeout(FIXED_S + OVERTIME_S + 10)
