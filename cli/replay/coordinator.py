@@ -74,14 +74,16 @@ class Coordinator:
             self.close()
             raise
 
-    def run(self, progress: Progress | None = None) -> Measured:
-        """Serve every turn; a failed one is an outcome with an error."""
+    def run(self, progress: Progress | None = None, enough: Callable[[], bool] = lambda: False) -> Measured:
+        """Serve every turn, or as many as until ``enough`` says so; a failed one is an outcome with an error."""
         measured = Measured([])
         started = time.perf_counter()
         for turn in self._schedule.turns:
             measured.outcomes.append(self._serve(turn, measured))
             if progress is not None:
                 progress(turn.index + 1, len(self._schedule.turns))
+            if enough():
+                break
         measured.seconds = time.perf_counter() - started
         return measured
 

@@ -276,6 +276,11 @@ class Cluster:
         except urllib.error.HTTPError as error:
             return dict(json.loads(error.read()))
 
+    def logged(self, name: str, event: str) -> list[dict[str, Any]]:
+        """What a daemon, in all its lives, has logged of one kind."""
+        lines = (self._base / f"{name}.log").read_text().splitlines()
+        return [record for line in lines if event in line and (record := json.loads(line))["event"] == event]
+
     def traces(self) -> Traces:
         """All that all players have written down."""
         traces = Traces()

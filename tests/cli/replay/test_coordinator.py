@@ -52,6 +52,12 @@ def coordinator(schedule: Schedule, nowhere: str) -> Iterator[Coordinator]:
             os.kill(pid, 0)
 
 
+def test_a_run_ends_early_when_it_is_told_that_it_is_enough(coordinator: Coordinator) -> None:
+    seen: list[int] = []
+    measured = coordinator.run(lambda done, _: seen.append(done), enough=lambda: len(seen) == 5)
+    assert [outcome.index for outcome in measured.outcomes] == [0, 1, 2, 3, 4]
+
+
 def test_without_a_pool_every_request_is_served_from_private_caches(
     schedule: Schedule, coordinator: Coordinator
 ) -> None:
