@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: After so many events one host is checked, each in its turn.
 CHECK_EVERY = 25
 TRUTH_S = 0.5
+#: Deltas and snapshots of a moment ago reach every master within this.
+WORD_S = 2.0
 #: A lowered limit leaves so much time to come down to it.
 LOWER_S = 20.0
 _LOADED, _STORED = int(BlockStatus.LOADED), int(BlockStatus.STORED)
@@ -147,8 +149,17 @@ class Checks:
 
     def converged(self) -> None:
         """INV-7: each master's directory says what the nodes have, and no more."""
+        scheduler = self._world.scheduler
+        until = scheduler.now + WORD_S  # what has changed just now is still on its way
         for master in self._world.masters.values():
-            self._agrees(master)
+            while True:
+                try:
+                    self._agrees(master)
+                    break
+                except Violation:
+                    if scheduler.now >= until:
+                        raise
+                scheduler.run_until(scheduler.now + 0.05)
         for salt, limit in self._limits.items():
             if limit is not None and self.used(salt) > limit:
                 raise Violation(f"INV-11: tenant {salt} uses {self.used(salt)} bytes, long after a limit of {limit}")
