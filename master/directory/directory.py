@@ -4,9 +4,10 @@ A node's inventory stands under a *slot*, a small number that one attachment own
 a slot of its own while the old one still answers; taking the new one into service and dropping the old is
 the swap. Only slots named by :meth:`Directory.route` are ever handed to a reader.
 
+A slot is dropped without a look at the tables: its holder sets stand for what is left of them from then on.
 A block that leaves its last holder leaves a ghost in the table, so that a lookup which misses it knows why
-without another probe; old ghosts are purged in pieces as time passes. The tables of a dropped scope are
-buried whole.
+without another probe. Set ids of the past (of dropped slots, and old ghosts) are swept out of the tables in
+pieces as time passes. The tables of a dropped scope are buried whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstrata.master.content.misses import LEFT_REASONS, MissReason
 from kvstrata.master.directory.ghosts import Ghost, Ghosts
 from kvstrata.master.directory.graves import Graves
 from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, HolderSets, Ids
-from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.probing import Keys, Remap
 from kvstrata.master.directory.routes import Routes
 from kvstrata.master.directory.table import BEGIN, Cursor, Table
 from kvstrata.proto.errors import Busy
@@ -31,8 +32,9 @@ from kvstrata.proto.errors import Busy
 #: Miss reports remembered for a slot, so that what they hid can be shown again. Past it the oldest stay
 #: hidden until the node names those blocks again.
 HIDDEN_REPORTS_MAX: Final = 1024
-#: Slots looked through for old ghosts at a time: a few milliseconds.
-PURGED_SLOTS: Final = 1 << 19
+#: Slots swept at a time: about two milliseconds. A table counts as this many at least.
+SWEPT_SLOTS: Final = 1 << 19
+SWEPT_MIN: Final = 1 << 12
 
 
 class TableKey(NamedTuple):
@@ -71,18 +73,24 @@ class _Report(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One table, and how many of its blocks have each holder set, so that it can go without a look inside."""
+    """One table, and how many of its blocks have each holder set, so that it can go without a look inside.
+
+    ``left``: entries that nobody holds, ghosts and what is still to be swept.
+    """
 
     table: Table = field(default_factory=Table)
     counts: dict[int, int] = field(default_factory=dict)
-    ghosts: int = 0
+    left: int = 0
 
 
-class _Purge(NamedTuple):
-    """Ghosts being taken out: their generations, their set ids, and the tables still to look through."""
+class _Sweep(NamedTuple):
+    """Set ids being taken out of the tables: what each becomes, the ghosts' generations that end with it, and the
+    tables still to look through."""
 
+    ids: frozenset[int]
+    mapping: Ids
+    remap: Remap
     generations: set[int]
-    dead: npt.NDArray[np.bool_]
     tables: list[TableKey]
 
 
@@ -95,8 +103,9 @@ class Directory:
         self.graves = Graves()
         self._parts: dict[TableKey, _Part] = {}
         self._ghost_blocks = 0
+        self._left_blocks = 0
         self._expired: set[int] = set()
-        self._purge: _Purge | None = None
+        self._sweep: _Sweep | None = None
         self._cursor: Cursor = BEGIN
         self._slots: set[int] = set()
         self._free_slots: list[int] = []
@@ -117,33 +126,25 @@ class Directory:
         return slot
 
     def drop_slot(self, slot: int, reason: MissReason | None = None) -> int:
-        """Forget an inventory, in one pass over each table; returns the replicas forgotten.
+        """Forget an inventory, without a look into any table; returns the replicas forgotten.
 
         What nobody else has leaves ghosts with ``reason``; with None it is as if it had never been.
+        O(tables and holder sets).
         """
         dropped = self.blocks_of(slot)
         self._slots.remove(slot)
-        self._free_slots.append(slot)
+        self._free_slots.append(slot)  # no holder set names it any more: it may be taken at once
         self._reports.pop(slot, None)
-        mapping = self.holders.mapping_without_slot(slot, None if reason is None else self.ghosts.mark(reason))
-        if dropped:
-            self._remap(mapping)
-        self.holders.forget_slot(slot)
+        emptied = self.holders.drop_slot(slot, None if reason is None else self.ghosts.mark(reason))
+        self._grow_counts()
+        if dropped and emptied:
+            for part in self._parts.values():
+                left = sum(part.counts.get(set_id, 0) for set_id in emptied)
+                part.left += left
+                self._left_blocks += left
+                self._ghost_blocks += left if reason is not None else 0
         self._routes.forget(slot)
         return dropped
-
-    def _remap(self, mapping: Ids) -> None:
-        self._grow_counts()
-        for key, part in list(self._parts.items()):
-            if all(mapping[set_id] == set_id for set_id in part.counts):
-                continue
-            part.table.remap(mapping)
-            for set_id, count in list(part.counts.items()):
-                after = int(mapping[set_id])
-                if after != set_id:
-                    self._count(part, set_id, -count)
-                    self._count(part, after, count)
-            self._drop_if_empty(key, part)
 
     def route(self, hosts: Mapping[int, str]) -> None:
         """Set the slots that readers may be sent to, with the boot id of each one's host."""
@@ -186,7 +187,7 @@ class Directory:
         for key, part in list(self._parts.items()):
             if not match(key):
                 continue
-            dropped += part.table.live - part.ghosts
+            dropped += part.table.live - part.left
             for set_id, count in list(part.counts.items()):
                 self._count(part, set_id, -count)
             del self._parts[key]
@@ -196,7 +197,7 @@ class Directory:
 
     def counted(self, match: Callable[[TableKey], bool]) -> int:
         """Blocks in the tables that ``match``. O(tables)."""
-        return sum(part.table.live - part.ghosts for key, part in self._parts.items() if match(key))
+        return sum(part.table.live - part.left for key, part in self._parts.items() if match(key))
 
     def hide(self, slot: int, table: TableKey, keys: Keys, seq: int) -> int:
         """Route no one to these blocks of ``slot`` until its delta ``seq`` has been applied (:meth:`applied`)."""
@@ -255,24 +256,30 @@ class Directory:
         part.counts[set_id] = part.counts.get(set_id, 0) + change
         if not part.counts[set_id]:
             del part.counts[set_id]
-        if self.holders.mark_of(set_id) is not None:
-            part.ghosts += change
-            self._ghost_blocks += change
+        if not self.holders.held(set_id):
+            part.left += change
+            self._left_blocks += change
+            self._ghost_blocks += change if self.holders.mark_of(set_id) is not None else 0
 
     def _drop_if_empty(self, key: TableKey, part: _Part) -> None:
         if not part.table.live:
             del self._parts[key]
 
-    # ------------------------------------------------------------------ ghosts
+    # ------------------------------------------------------------------ ghosts and sweeps
 
     def turn(self, now: float) -> None:
-        """Time passes: old ghosts and graves go, some at a time."""
+        """Time passes: old ghosts and graves go, and what dropped slots have left in the tables, some at a time."""
         self.graves.turn(now)
         self._expired |= self.ghosts.turn(now, self._ghosts_by_generation())
-        if self._purge is None and self._expired:
-            self._begin_purge()
-        if self._purge is not None:
-            self._go_on(self._purge)
+        if self._sweep is None and (self._expired or self.holders.retired):
+            self._sweep, self._expired, self._cursor = self._begin_sweep(self._expired), set(), BEGIN
+        if self._sweep is not None:
+            self._go_on(self._sweep)
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether set ids of the past are still to be swept out of the tables."""
+        return self._sweep is not None or bool(self._expired or self.holders.retired)
 
     def _ghosts_by_generation(self) -> Counter[int]:
         counts: Counter[int] = Counter()
@@ -287,36 +294,37 @@ class Directory:
             if mark is not None:
                 yield mark, set_id
 
-    def _begin_purge(self) -> None:
-        dead = np.zeros(self.holders.size, dtype=np.bool_)
-        dead[[set_id for mark, set_id in self._marks() if mark // LEFT_REASONS in self._expired]] = True
-        tables = [key for key, part in self._parts.items() if any(dead[set_id] for set_id in part.counts)]
-        self._purge, self._expired, self._cursor = _Purge(self._expired, dead, tables), set(), BEGIN
+    def _begin_sweep(self, generations: set[int]) -> _Sweep:
+        dead = [set_id for mark, set_id in self._marks() if mark // LEFT_REASONS in generations]
+        mapping = self.holders.mapping().copy()
+        mapping[dead] = 0
+        ids = self.holders.retired.union(dead)
+        tables = [key for key, part in self._parts.items() if not ids.isdisjoint(part.counts)]
+        return _Sweep(ids, mapping, Remap.of(mapping), generations, tables)
 
-    def _go_on(self, purge: _Purge) -> None:
-        left = PURGED_SLOTS
-        while purge.tables and left > 0:
-            key = purge.tables[-1]
+    def _go_on(self, sweep: _Sweep) -> None:
+        left = SWEPT_SLOTS
+        while sweep.tables and left > 0:
+            key = sweep.tables[-1]
             part = self._parts.get(key)
             cursor: Cursor | None = None
             if part is not None:
-                gone, cursor = part.table.purge(purge.dead, self._cursor, left)
-                for set_id, count in enumerate(np.bincount(gone).tolist()):
-                    if count:
-                        self._count(part, set_id, -count)
-                left -= min(left, part.table.capacity)
+                replaced, cursor = part.table.remap(sweep.remap, self._cursor, left)
+                for set_id in np.flatnonzero(counts := np.bincount(replaced)).tolist():
+                    self._count(part, set_id, -int(counts[set_id]))
+                    self._count(part, int(sweep.mapping[set_id]), int(counts[set_id]))
+                left -= max(SWEPT_MIN, part.table.capacity)
                 self._drop_if_empty(key, part)
             if cursor is None:
-                purge.tables.pop()
+                sweep.tables.pop()
             self._cursor = cursor or BEGIN
-        if not purge.tables:
-            self._end_purge(purge)
+        if not sweep.tables:
+            self._end_sweep(sweep)
 
-    def _end_purge(self, purge: _Purge) -> None:
-        self._purge = None
-        dead = [set_id for mark, set_id in self._marks() if mark // LEFT_REASONS in purge.generations]
-        self.holders.forget(dead)
-        for generation in purge.generations:
+    def _end_sweep(self, sweep: _Sweep) -> None:
+        self._sweep = None
+        self.holders.forget(sweep.ids)
+        for generation in sweep.generations:
             self.ghosts.forgotten(generation)
 
     def reasons(self, ids: Ids) -> npt.NDArray[np.uint8]:
@@ -378,7 +386,7 @@ class Directory:
     def known_ids(self, table: TableKey, keys: Keys) -> Ids:
         """Holder set ids of the blocks, routable or not, ghosts too: u32[n], 0 where nothing is known."""
         part = self._parts.get(table)
-        return np.zeros(len(keys), dtype=np.uint32) if part is None else part.table.find(keys)
+        return np.zeros(len(keys), dtype=np.uint32) if part is None else self.holders.current(part.table.find(keys))
 
     def living_ids(self, table: TableKey, keys: Keys) -> Ids:
         """As :meth:`known_ids`, with 0 for ghosts."""
@@ -395,6 +403,7 @@ class Directory:
         if part is None:
             return np.zeros((0, 2), dtype=np.uint64), np.zeros(0, dtype=np.uint32), None
         keys, ids, cursor_after = part.table.entries(cursor, count)
+        ids = self.holders.current(ids)
         living = self.reasons(ids) >= LEFT_REASONS
         return keys[living], ids[living], cursor_after
 
@@ -403,12 +412,19 @@ class Directory:
     def sets_of(self, key: TableKey) -> Mapping[int, int]:
         """How many blocks of a table have each holder set, ghosts too."""
         part = self._parts.get(key)
-        return {} if part is None else part.counts
+        if part is None or not self.holders.retired:
+            return {} if part is None else part.counts
+        counts: Counter[int] = Counter()
+        mapping = self.holders.mapping()
+        for set_id, count in part.counts.items():
+            counts[int(mapping[set_id])] += count
+        del counts[0]
+        return counts
 
     @property
     def blocks(self) -> int:
         """Distinct blocks with at least one replica on an attached node, one being synced included."""
-        return sum(part.table.live for part in self._parts.values()) - self._ghost_blocks
+        return sum(part.table.live for part in self._parts.values()) - self._left_blocks
 
     @property
     def ghost_blocks(self) -> int:
@@ -435,9 +451,7 @@ class Directory:
 
     def tables(self) -> Iterator[tuple[TableKey, int]]:
         """(group, shard, salt) and blocks, for every tenant that has any."""
-        return (
-            (key, part.table.live - part.ghosts) for key, part in self._parts.items() if part.table.live > part.ghosts
-        )
+        return ((key, part.table.live - part.left) for key, part in self._parts.items() if part.table.live > part.left)
 
     def remembered(self) -> Iterator[TableKey]:
         """Every table, those with ghosts only too."""
@@ -454,14 +468,27 @@ class Directory:
             part.table.check()
             histogram = part.table.histogram(len(counts))
             assert part.counts == {i: int(histogram[i]) for i in np.flatnonzero(histogram).tolist()}, key
-            assert part.ghosts == sum(n for i, n in part.counts.items() if self.holders.mark_of(i) is not None)
+            assert part.left == sum(n for i, n in part.counts.items() if not self.holders.held(i))
             counts += histogram
         assert np.array_equal(counts, self._per_set), "counts by holder set have drifted"
-        assert self._ghost_blocks == sum(part.ghosts for part in self._parts.values())
+        assert self._left_blocks == sum(part.left for part in self._parts.values())
+        ghosts = {set_id for _, set_id in self._marks()}
+        assert self._ghost_blocks == sum(int(counts[set_id]) for set_id in ghosts if set_id < len(counts))
         used = {slot for set_id in np.flatnonzero(counts).tolist() for slot, _ in self.holders_of(set_id)}
         assert used <= self._slots, f"blocks of dropped slots: {used - self._slots}"
         assert self._routes.slots <= self._slots and set(self._reports) <= self._slots
         assert not self._slots & set(self._free_slots)
+        if self._sweep is not None:
+            self._check_sweep(self._sweep)
+
+    def _check_sweep(self, sweep: _Sweep) -> None:
+        assert sweep.tables and not sweep.ids & {0}
+        todo = set(sweep.tables)
+        for key, part in self._parts.items():
+            assert key in todo or sweep.ids.isdisjoint(part.counts), f"{key} was swept, and has ids of the past"
+        reached = self._parts.get(sweep.tables[-1])
+        if reached is not None:
+            assert not np.isin(reached.table.passed(self._cursor), list(sweep.ids)).any(), "slots were swept in vain"
 
 
 def _less(report: _Report, others: Iterable[_Report]) -> _Report:

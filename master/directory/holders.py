@@ -3,13 +3,16 @@
 Millions of blocks share a handful of holder sets, so the directory stores an id a block, and changes and
 questions are worked out once a set, then applied to arrays of ids.
 
+A slot leaves all sets at once: their ids stand for what is left of them from then on. They are *retired*, for
+another id stands for the same set, and go when no table has them any more.
+
 A block that nobody has any more may have a *ghost* in place of its holders: a set of one code past all
 holder codes, which says why it left (:mod:`kvstrata.master.directory.ghosts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import numpy as np
@@ -46,6 +49,8 @@ class HolderSets:
         self._ids: dict[Holders, int] = {(): 0}
         self._free: list[int] = []
         self._steps: dict[_Step, dict[int, int]] = {}
+        self._retired: set[int] = set()
+        self._current: Ids | None = None
         #: Grows whenever an id gets a new meaning: what was worked out for ids before is void.
         self.reuses = 0
 
@@ -62,6 +67,23 @@ class HolderSets:
     def known(self, set_id: int) -> bool:
         """False for an id that was forgotten."""
         return self._sets[set_id] is not None
+
+    @property
+    def retired(self) -> frozenset[int]:
+        """Ids that are to leave the tables (:meth:`mapping`)."""
+        return frozenset(self._retired)
+
+    def mapping(self) -> Ids:
+        """For each id, the one that stands for the same set and is not retired: u32[size]."""
+        if self._current is None or len(self._current) < self.size:
+            self._current = np.arange(self.size, dtype=np.uint32)
+            for set_id in self._retired:
+                self._current[set_id] = self._ids[self.holders(set_id)]
+        return self._current
+
+    def current(self, ids: Ids) -> Ids:
+        """The same sets, by ids that are not retired."""
+        return self.mapping()[ids] if self._retired else ids
 
     def intern(self, holders: Holders) -> int:
         known = self._ids.get(holders)
@@ -127,43 +149,52 @@ class HolderSets:
     def _after(self, set_id: int, known: dict[int, int], change: Callable[[Holders], set[int]]) -> int:
         after = known.get(set_id)
         if after is None:
-            after = known[set_id] = self.intern(tuple(sorted(change(self.holders(set_id)))))
+            held = self.holders(set_id)
+            left = tuple(sorted(change(held)))
+            after = known[set_id] = set_id if left == held else self.intern(left)
         return after
 
     # ------------------------------------------------------------------ whole-directory changes
 
-    def mapping_without_slot(self, slot: int, mark: int | None = None) -> Ids:
-        """For each id, the id of that set without ``slot``: what a table remap takes. Forgotten ids map to 0.
+    def drop_slot(self, slot: int, mark: int | None = None) -> list[int]:
+        """Take ``slot`` out of every set, and retire their ids. Returns those of which no holder is left.
 
-        A set of which nothing is left becomes a ghost with ``mark``, or with None the empty set.
+        They stand for a ghost with ``mark`` from now on, or with None for the empty set.
         """
         rest = () if mark is None else (GHOST + mark,)
-        return np.array(
-            [
-                0 if not held else self.intern(tuple(code for code in held if code >> 2 != slot) or rest)
-                for held in list(self._sets)
-            ],
-            dtype=np.uint32,
-        )
-
-    def forget_slot(self, slot: int) -> None:
-        """Free every id whose set names ``slot``; no table may use one any more."""
-        for set_id, held in enumerate(self._sets):
-            if held is not None and any(code >> 2 == slot for code in held):
+        named = [set_id for set_id, held in enumerate(self._sets) if any(code >> 2 == slot for code in held or ())]
+        for set_id in named:
+            held = self.holders(set_id)
+            if set_id not in self._retired:
                 del self._ids[held]
-                self._sets[set_id] = None
-                self._free.append(set_id)
-        self._steps.clear()
+            self._sets[set_id] = tuple(code for code in held if code >> 2 != slot) or rest
+        self._retired.update(named)
+        for set_id in named:
+            self.intern(self.holders(set_id))
+        if named:
+            self._void()
+            self.reuses += 1
+        return [set_id for set_id in named if not self.held(set_id)]
 
-    def forget(self, set_ids: list[int]) -> None:
+    def forget(self, set_ids: Collection[int]) -> None:
         """Free these ids; no table may use one any more."""
         for set_id in set_ids:
-            del self._ids[self.holders(set_id)]
+            if set_id not in self._retired:
+                del self._ids[self.holders(set_id)]
+            self._retired.discard(set_id)
             self._sets[set_id] = None
             self._free.append(set_id)
+        self._void()
+
+    def _void(self) -> None:
         self._steps.clear()
+        self._current = None
 
     # ------------------------------------------------------------------ questions
+
+    def held(self, set_id: int) -> bool:
+        """Whether a set has any holder; False for a ghost."""
+        return bool(self.visible(set_id))
 
     def mark_of(self, set_id: int) -> int | None:
         """The mark of a ghost; None for a set of holders."""
@@ -197,7 +228,13 @@ class HolderSets:
     def check(self) -> None:
         """Assert that ids and sets are one to one, and freed ids are free."""
         live = {set_id: held for set_id, held in enumerate(self._sets) if held is not None}
-        assert self._ids == {held: set_id for set_id, held in live.items()}
+        assert self._retired <= live.keys() and 0 not in self._retired
+        standing = {set_id: held for set_id, held in live.items() if set_id not in self._retired}
+        assert self._ids == {held: set_id for set_id, held in standing.items()} and len(self._ids) == len(standing)
+        assert all(live[set_id] in self._ids for set_id in self._retired), "a retired id stands for an unknown set"
+        assert self.mapping().tolist() == [
+            self._ids[held] if (held := live.get(set_id)) is not None else set_id for set_id in range(self.size)
+        ]
         assert sorted(self._free) == [set_id for set_id, held in enumerate(self._sets) if held is None]
         assert all(held == tuple(sorted(set(held))) for held in live.values())
         assert all(len(held) == 1 or held[-1] < GHOST for held in live.values() if held), "a ghost beside holders"

@@ -8,7 +8,7 @@ key is ever more than ``PROBES_MAX`` steps from it.
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,19 @@ STRIDE: Final = 1 << 16
 EMPTY: Final = np.uint32(0)
 TOMBSTONE: Final = np.uint32(0xFFFFFFFF)
 _LIVE_BELOW: Final = np.uint32(0xFFFFFFFE)
+
+
+class Remap(NamedTuple):
+    """Values to be replaced: v by ``after[v]`` where ``moves[v]``. The last of ``moves`` stands for all past it."""
+
+    moves: npt.NDArray[np.bool_]
+    after: Values
+
+    @classmethod
+    def of(cls, mapping: Values) -> Remap:
+        """Every value v becomes ``mapping[v]``; 0 takes the entry out. Values past the mapping stay."""
+        moves = np.append(mapping != np.arange(len(mapping)), False)
+        return cls(moves, np.where(mapping == EMPTY, TOMBSTONE, mapping).astype(np.uint32))
 
 
 class SlotArray:
@@ -124,28 +137,18 @@ class SlotArray:
         """(keys, values) in these slots."""
         return np.column_stack((self._lo[slots], self._hi[slots])), self.value[slots]
 
-    def remap(self, mapping: Values) -> None:
-        """Replace every value v by ``mapping[v]``; 0 takes the entry out."""
-        for start in range(0, self.capacity, STRIDE):
-            values = self.value[start : start + STRIDE]
-            live = np.flatnonzero(is_live(values))
-            changed = mapping[values[live]]
-            gone = changed == EMPTY
-            changed[gone] = TOMBSTONE
-            values[live] = changed
-            self.live -= int(np.count_nonzero(gone))
-
-    def purge(self, dead: npt.NDArray[np.bool_], start: int, stop: int) -> Values:
-        """Take out the entries between two slots whose value v has ``dead[v]``; returns their values."""
-        taken = []
+    def remap(self, remap: Remap, start: int, stop: int) -> Values:
+        """Replace values between two slots; returns what was replaced."""
+        replaced = []
         for first in range(start, stop, STRIDE):
             values = self.value[first : min(stop, first + STRIDE)]
-            slots = np.flatnonzero(is_live(values) & (values < len(dead)))
-            slots = slots[dead[values[slots]]]
-            taken.append(values[slots])
-            values[slots] = TOMBSTONE
-            self.live -= len(slots)
-        return np.concatenate(taken) if taken else np.zeros(0, dtype=np.uint32)
+            slots = np.flatnonzero(np.take(remap.moves, values, mode="clip"))
+            before = values[slots]
+            after = remap.after[before]
+            values[slots] = after
+            self.live -= int(np.count_nonzero(after == TOMBSTONE))
+            replaced.append(before)
+        return np.concatenate(replaced) if replaced else np.zeros(0, dtype=np.uint32)
 
     def histogram(self, size: int) -> npt.NDArray[np.int64]:
         """How many entries have each value below ``size``."""

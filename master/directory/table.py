@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.master.directory.probing import EMPTY, STRIDE, Keys, SlotArray, Slots, Values
+from kvstrata.master.directory.probing import EMPTY, STRIDE, Keys, Remap, SlotArray, Slots, Values
 
 CAPACITY_MIN: Final = 64
 #: Used slots (live entries and tombstones) never pass this share of the capacity ...
@@ -35,6 +35,8 @@ MOVED_AT_ONCE: Final = 1 << 16
 #: old entry, and room for a third as many new ones, the old slots are through long before the new are full.
 MOVED_MIN: Final = 1 << 11
 MOVED_PER_KEY: Final = 8
+#: A remap moves an old slot in place of so many that it would have looked at.
+REMAPPED_PER_MOVED: Final = 8
 #: A place in a table: its layout, and a slot of it.
 Cursor = tuple[int, int]
 BEGIN: Final[Cursor] = (-1, 0)
@@ -159,28 +161,26 @@ class Table:
         self._maybe_shrink()
         return before, after
 
-    def remap(self, mapping: Values) -> None:
-        """Replace every value v by ``mapping[v]``; 0 takes the entry out. One pass over the table."""
-        self._slots.remap(mapping)
-        if self._old is not None:
-            self._old.remap(mapping)
-        self._maybe_shrink()
+    def remap(self, remap: Remap, cursor: Cursor, count: int) -> tuple[Values, Cursor | None]:
+        """Replace values in the next ``count`` slots.
 
-    def purge(self, dead: npt.NDArray[np.bool_], cursor: Cursor, count: int) -> tuple[Values, Cursor | None]:
-        """Take out entries of the next ``count`` slots whose value v has ``dead[v]``.
-
-        Returns (their values, where to go on; None at the end): :meth:`remap` in pieces, for what can wait.
-        Values past ``dead`` stay.
+        Returns (what was replaced, where to go on; None at the end). Begin with :data:`BEGIN`; nothing may be given
+        a value that is being replaced meanwhile.
         """
-        where = self._settled(cursor, count)
+        where = self._settled(cursor, count // REMAPPED_PER_MOVED)
         if where is None:
             return np.zeros(0, dtype=np.uint32), BEGIN
         end = min(self.capacity, where + count)
-        gone = self._slots.purge(dead, where, end)
+        replaced = self._slots.remap(remap, where, end)
         if end < self.capacity:
-            return gone, (self._layouts, end)
+            return replaced, (self._layouts, end)
         self._maybe_shrink()
-        return gone, None
+        return replaced, None
+
+    def passed(self, cursor: Cursor) -> Values:
+        """The values before ``cursor``; none when it is to begin again."""
+        layout, where = cursor
+        return self._slots.entries(0, where if self._old is None and layout == self._layouts else 0)[1]
 
     def check(self) -> None:
         """Assert the structure, and that no key is in the old slots and the new. O(capacity)."""

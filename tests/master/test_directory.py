@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,10 @@ class AgainstOracle(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
+        self.swept = directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN
+        directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN = 40, 16  # type: ignore[misc]
         self.directory = Directory()
+        self.now = 0.0
         self.slots: list[int] = []
         self.routable: dict[int, str] = {}
         self.held: dict[tuple[TableKey, int, int], set[int]] = {}
@@ -40,6 +44,10 @@ class AgainstOracle(RuleBasedStateMachine):
             for table in TABLES:
                 self.directory.add(self.slots[-1], table, 0, keys_of(list(range(8))))
                 self.held.update({(table, block, self.slots[-1]): {0} for block in range(8)})
+
+    def teardown(self) -> None:
+        if hasattr(self, "swept"):
+            directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN = self.swept  # type: ignore[misc]
 
     @precondition(lambda self: len(self.slots) < 5)
     @rule(routed=st.booleans(), host=st.sampled_from(["h1", "h2"]))
@@ -104,14 +112,28 @@ class AgainstOracle(RuleBasedStateMachine):
                 self.held[key] = tiers
 
     @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def drop(self, data: Any) -> None:
+    @rule(data=st.data(), reason=st.sampled_from([None, MissReason.NODE_LOST]))
+    def drop(self, data: Any, reason: MissReason | None) -> None:
         slot = data.draw(st.sampled_from(self.slots))
         self.slots.remove(slot)
         self.routable.pop(slot, None)
-        self.directory.drop_slot(slot)
+        had = {key[:2] for key in [*self.held, *self.hidden] if key[2] == slot}
+        assert self.directory.drop_slot(slot, reason) == len(had)
         self.held = {key: tiers for key, tiers in self.held.items() if key[2] != slot}
         self.hidden = {key: entry for key, entry in self.hidden.items() if key[2] != slot}
+
+    @rule()
+    def turn(self) -> None:
+        """A piece of a sweep."""
+        self.now += 0.25
+        self.directory.turn(self.now)
+
+    @rule(table=st.sampled_from(TABLES), blocks=BLOCKS)
+    def holders(self, table: TableKey, blocks: list[int]) -> None:
+        known = set(self.slots)
+        for block, set_id in zip(blocks, self.directory.living_ids(table, keys_of(blocks)).tolist(), strict=True):
+            expected = {key[2] for key in [*self.held, *self.hidden] if key[:2] == (table, block)}
+            assert {slot for slot, _ in self.directory.holders_of(set_id)} == expected <= known
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), host=st.sampled_from(["h1", "h2"]))
@@ -157,6 +179,15 @@ class AgainstOracle(RuleBasedStateMachine):
         assert dict(self.directory.tables()) == {
             table: count for table in TABLES if (count := len({key[1] for key in everything if key[0] == table}))
         }
+        for table in TABLES:
+            by_holders = Counter(frozenset(key[2] for key in everything if key[:2] == block)
+                                 for block in {key[:2] for key in everything if key[0] == table})  # fmt: skip
+            told: Counter[frozenset[int]] = Counter()
+            for set_id, count in self.directory.sets_of(table).items():
+                assert set_id not in self.directory.holders.retired
+                told[frozenset(slot for slot, _ in self.directory.holders_of(set_id))] += count
+            del told[frozenset()]
+            assert told == by_holders
         by_slot = self.directory.blocks_by_slot()
         assert set(by_slot) <= set(self.slots)
         for slot in self.slots:
@@ -233,6 +264,78 @@ def test_a_holder_set_that_takes_a_freed_id_is_routed() -> None:
     directory.remove(here, TABLE._replace(salt="other"), 1, keys_of([2]))
     directory.add(here, TABLE, 0, keys_of([1]))
     assert directory.lookup(0, 0, 1, "tenant", keys_of([1])).hit_blocks == 1
+
+
+def test_a_slot_is_dropped_at_once_and_swept_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "SWEPT_SLOTS", 1 << 10)
+    directory = Directory()
+    gone, here = directory.take_slot(), directory.take_slot()
+    directory.route({gone: "", here: ""})
+    directory.add(gone, TABLE, 0, keys_of(list(range(4000))))
+    directory.add(here, TABLE, 0, keys_of(list(range(1000))))
+
+    def untouched(*_: object) -> None:
+        raise AssertionError("a drop looks into no table")
+
+    with monkeypatch.context() as patch:
+        for name in ("remap", "update", "find", "histogram", "entries"):
+            patch.setattr(f"kvstrata.master.directory.table.Table.{name}", untouched)
+        assert directory.drop_slot(gone, MissReason.NODE_LOST) == 4000
+        assert directory.blocks == 1000 and directory.ghost_blocks == 3000
+    again = directory.take_slot()
+    assert again == gone, "its number can be taken at once"
+    directory.route({again: "", here: ""})
+    asked = keys_of([0, 999, 1000, 3999])
+    seen_half_way = 0
+    for step in range(100):
+        found = directory.lookup(0, 0, 1, "tenant", asked)
+        assert found.codes.tolist() == [1 + 4 * here, 1 + 4 * here, 0, 0]
+        assert directory.reasons(found.ids).tolist()[2:] == [MissReason.NODE_LOST] * 2
+        assert directory.blocks_of(again) == 0 and directory.blocks_of(here) == 1000 == directory.blocks
+        assert found.replicas == 1 and directory.ghost_blocks == 3000
+        directory.check()
+        if not directory.sweeping:
+            break
+        directory.turn(0.25 * step)
+        in_table = set(directory._parts[TABLE].counts)
+        seen_half_way += bool(in_table & directory.holders.retired) and not in_table <= directory.holders.retired
+    assert not directory.sweeping and seen_half_way > 2
+    assert len(directory.holders._ids) == len(set(directory._parts[TABLE].counts)) + 1, "freed in the end"
+
+
+def test_a_second_slot_is_dropped_while_the_first_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "SWEPT_SLOTS", 1 << 10)
+    directory = Directory()
+    first, second = directory.take_slot(), directory.take_slot()
+    for slot in (first, second):
+        directory.add(slot, TABLE, 0, keys_of(list(range(4000))))
+    directory.drop_slot(first, MissReason.EVICTED)
+    for _ in range(4):
+        directory.turn(0.0)
+    assert directory.blocks == 4000 and directory.sweeping
+    directory.drop_slot(second, MissReason.NODE_LOST)
+    directory.check()
+    assert directory.blocks == 0 and directory.ghost_blocks == 4000
+    while directory.sweeping:
+        directory.turn(0.0)
+        directory.check()
+    ids = directory.known_ids(TABLE, keys_of(list(range(4000))))
+    assert set(directory.reasons(ids).tolist()) == {MissReason.NODE_LOST} and directory.ghost_blocks == 4000
+    assert not directory.holders.retired
+
+
+def test_many_small_tables_are_swept_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "SWEPT_SLOTS", 10 * directory_module.SWEPT_MIN)
+    directory = Directory()
+    slot = directory.take_slot()
+    for number in range(95):
+        directory.add(slot, TableKey(0, 0, str(number)), 0, keys_of([1]))
+    directory.drop_slot(slot)
+    left = []
+    while directory.sweeping:
+        directory.turn(0.0)
+        left.append(len(list(directory.remembered())))
+    assert left == [85, 75, 65, 55, 45, 35, 25, 15, 5, 0]
 
 
 def test_hidden_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kvstrata.master.directory import directory as directory_module
 from kvstrata.master.directory import ghosts as ghosts_module
 from kvstrata.master.directory import graves as graves_module
 from kvstrata.master.directory.directory import Directory, TableKey
-from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.probing import Keys, Remap
 from kvstrata.master.directory.table import BEGIN, Table
 from kvstrata.proto.status import Departure
 
@@ -82,6 +82,10 @@ def test_a_shadow_that_is_given_up_never_was() -> None:
     directory.add(shadow, TABLE, 0, keys_of([1]))
     directory.drop_slot(shadow)
     assert reasons(directory, [1]) == [MissReason.NEVER_STORED] and directory.ghost_blocks == 0
+    assert directory.blocks == 0 and not list(directory.tables())
+    directory.check()
+    directory.turn(0.0)
+    assert not directory.sweeping and not list(directory.remembered())
 
 
 def evict(directory: Directory, slot: int, numbers: range, table: TableKey = TABLE) -> None:
@@ -139,7 +143,7 @@ def test_the_time_of_a_ghost_is_known_within_its_generation(monkeypatch: pytest.
 def test_a_purge_goes_on_in_pieces_while_its_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ghosts_module, "GHOSTS_MAX", 100)
     monkeypatch.setattr(ghosts_module, "GENERATION_GHOSTS", 1000)
-    monkeypatch.setattr(directory_module, "PURGED_SLOTS", 1 << 10)
+    monkeypatch.setattr(directory_module, "SWEPT_SLOTS", 1 << 10)
     monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", 64)
     directory = Directory()
     slot = directory.take_slot()
@@ -206,24 +210,25 @@ def test_entries_come_at_least_once_while_the_table_moves(monkeypatch: pytest.Mo
     assert seen >= set(range(1, 501))
 
 
-def test_purge_equals_remap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", 64)
+@pytest.mark.parametrize("at_once", [64, 1 << 16])
+def test_a_remap_in_pieces(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("kvstrata.master.directory.table.MOVED_AT_ONCE", at_once)
     rng = random.Random(3)
-    pieces, whole = Table(), Table()
-    for table in (pieces, whole):
-        table.put(keys_of(range(3000)), (np.arange(3000, dtype=np.uint32) % 5) + 1)
-    dead = np.array([False, True, False, False, True, False])
-    taken, cursor = 0, BEGIN
+    table = Table()
+    table.put(keys_of(range(3000)), (np.arange(3000, dtype=np.uint32) % 7) + 1)
+    mapping = np.array([0, 0, 2, 3, 0, 2], dtype=np.uint32)
+    counts = np.zeros(8, dtype=np.int64)
+    cursor = BEGIN
     for _ in range(10_000):
-        values, after = pieces.purge(dead, cursor, rng.randrange(1, 300))
-        taken += len(values)
-        pieces.check()
+        values, after = table.remap(Remap.of(mapping), cursor, rng.randrange(1, 300))
+        counts += np.bincount(values, minlength=8)
+        table.check()
         if after is None:
             break
         cursor = after
-    whole.remap(np.array([0, 0, 2, 3, 0, 5], dtype=np.uint32))
-    assert taken == 1200 and pieces.live == whole.live == 1800
-    assert np.array_equal(pieces.find(keys_of(range(3000))), whole.find(keys_of(range(3000))))
+    assert counts.tolist() == [0, 429, 0, 0, 429, 428, 0, 0], "each entry once; those past the mapping stay"
+    expected = np.array([0, 2, 3, 0, 2, 6, 7])[np.arange(3000) % 7]
+    assert np.array_equal(table.find(keys_of(range(3000))), expected) and table.live == 3000 - 858
 
 
 class Remembering(RuleBasedStateMachine):
@@ -232,10 +237,16 @@ class Remembering(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.directory = Directory()
+        self._swept = directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN
+        directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN = 20, 16  # type: ignore[misc]
         self.now = 0.0
         self.slots = [self.directory.take_slot() for _ in range(2)]
         self.held: dict[int, set[tuple[int, int]]] = {}
         self.left: dict[int, MissReason] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "_swept"):
+            directory_module.SWEPT_SLOTS, directory_module.SWEPT_MIN = self._swept  # type: ignore[misc]
 
     @rule(at=st.integers(0, 1), tier=st.integers(0, 1), blocks=st.lists(st.integers(0, 30), min_size=1))
     def add(self, at: int, tier: int, blocks: list[int]) -> None:
@@ -306,6 +317,7 @@ class Crowded(Remembering):
             setattr(ghosts_module, name, value)
 
     def teardown(self) -> None:
+        super().teardown()
         if hasattr(self, "_before"):
             for name, value in zip(self._names, self._before, strict=True):
                 setattr(ghosts_module, name, value)

@@ -10,7 +10,7 @@ from kvstrata.master.content.misses import MissReason
 from kvstrata.master.directory.holders import GHOST, HIDDEN, HolderSets, code_of
 
 STEP = st.tuples(
-    st.sampled_from(["add", "remove", "clear", "hide", "show", "drop"]),
+    st.sampled_from(["add", "remove", "clear", "hide", "show", "drop", "sweep"]),
     st.integers(0, 3),
     st.integers(0, 2),
     st.integers(1, 7),
@@ -65,14 +65,19 @@ def test_transitions_equal_set_arithmetic(steps: list[tuple[str, int, int, int]]
                 if mark in held:
                     held.discard(mark)
                     held.update(code_of(slot, tier) for tier in range(HIDDEN) if mask >> tier & 1)
-        else:
+        elif what == "drop":
             reason = MissReason.NODE_LOST if mask & 1 else None
-            ids = sets.mapping_without_slot(slot, reason)[ids]
-            sets.forget_slot(slot)
+            sets.drop_slot(slot, reason)
             for held in oracle:
                 take(held, {code for code in held if code >> 2 == slot}, reason)
+        else:
+            retired = sets.retired
+            ids = sets.current(ids)
+            sets.forget(retired)
         sets.check()
         assert [set(sets.holders(set_id)) for set_id in ids.tolist()] == oracle
+        assert [set(sets.holders(set_id)) for set_id in sets.current(ids).tolist()] == oracle
+        assert not sets.retired.intersection(sets.current(ids).tolist())
 
 
 def test_hidden_replicas_have_no_tier() -> None:
@@ -84,10 +89,21 @@ def test_hidden_replicas_have_no_tier() -> None:
 def test_an_id_with_a_new_meaning_is_announced() -> None:
     sets = HolderSets()
     first = sets.with_holder(np.zeros(1, dtype=np.uint32), 0, 0)
-    sets.forget_slot(0)
+    before = sets.reuses
+    sets.drop_slot(0)
+    assert sets.reuses == before + 1, "it stands for another set at once"
+    sets.forget(sets.retired)
     before = sets.reuses
     assert sets.with_holder(np.zeros(1, dtype=np.uint32), 1, 0) == first
     assert sets.reuses == before + 1
+
+
+def test_a_change_that_changes_nothing_leaves_a_retired_id_as_it_is() -> None:
+    sets = HolderSets()
+    both = sets.with_holder(sets.with_holder(np.zeros(1, dtype=np.uint32), 0, 0), 1, 0)
+    sets.drop_slot(0)
+    assert sets.with_holder(both, 1, 0) == both and both[0] in sets.retired
+    assert sets.current(both) != both and sets.with_holder(both, 1, 1)[0] not in sets.retired
 
 
 def test_reasons_by_set() -> None:

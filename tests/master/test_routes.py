@@ -97,10 +97,12 @@ def test_a_slot_that_goes_takes_its_routes_along() -> None:
     ids = held_by(sets, (0, 0), (1, 0))
     routes = routes_of(sets, {0: "a", 1: "b"})
     assert {slots(routes.codes(ids, "", start))[0] for start in range(LANES)} == {0, 1}
-    ids = sets.mapping_without_slot(0)[ids]
-    sets.forget_slot(0)
+    sets.drop_slot(0)
     routes.forget(0)
     assert {slots(routes.codes(ids, "", start))[0] for start in range(LANES)} == {1}
+    ids = sets.current(ids)
+    assert {slots(routes.codes(ids, "", start))[0] for start in range(LANES)} == {1}
+    sets.forget(sets.retired)
     again = sets.with_holder(EMPTY, 5, 0)  # takes a freed id: an earlier answer for it is void
     assert routes.codes(again, "") == 0
 

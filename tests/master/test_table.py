@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstrata.master.directory import probing
 from kvstrata.master.directory import table as table_module
-from kvstrata.master.directory.probing import Keys, Values
-from kvstrata.master.directory.table import CAPACITY_MIN, Table, fold
+from kvstrata.master.directory.probing import Keys, Remap, Values
+from kvstrata.master.directory.table import BEGIN, CAPACITY_MIN, Cursor, Table, fold
 
 SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
 
@@ -63,11 +63,21 @@ class AgainstDict(RuleBasedStateMachine):
                 expected.append((old, new))
         assert sorted(zip(before.tolist(), after.tolist(), strict=True)) == sorted(expected)
 
-    @rule(modulus=st.integers(2, 5))
-    def remap(self, modulus: int) -> None:
+    @rule(modulus=st.integers(2, 5), step=st.integers(10, 200))
+    def remap(self, modulus: int, step: int) -> None:
         top = max(self.oracle.values(), default=0) + 1
         mapping = np.array([value if value % modulus else 0 for value in range(top)], dtype=np.uint32)
-        self.table.remap(mapping)
+        cursor: Cursor | None = BEGIN
+        left = 100
+        while cursor is not None and left:
+            replaced, cursor = self.table.remap(Remap.of(mapping), cursor, step)
+            assert not (replaced % modulus).any()
+            assert cursor is None or not np.isin(self.table.passed(cursor), np.flatnonzero(mapping == 0)).any()
+            self.table.check()
+            left -= 1
+        if not left:
+            while cursor is not None:
+                cursor = self.table.remap(Remap.of(mapping), cursor, 1 << 12)[1]
         self.oracle = {key: value for key, value in self.oracle.items() if value % modulus}
 
     @invariant()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.master import messages as m
+from kvstrata.master.directory import directory
 from kvstrata.master.replication.replication import REPAIR_AFTER_S
 from kvstrata.proto.errors import InvalidArgument, Refused
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, CopyReason, Tier
 from tests.master.replication.pool import BLOCK, LONG, NS, SALT, Pool, one
+
+#: Whether what dropped slots have left in the tables ever goes: nobody is to see a difference.
+SWEPT = pytest.mark.parametrize("swept", [1 << 19, 0], ids=["swept", "never swept"])
 
 
 def pool_of(nodes: int = 3, replicas: int = 2, blocks_max: int = 64, ssd_max: int = 0) -> Pool:
@@ -72,7 +76,11 @@ def test_no_more_replicas_than_nodes_are_wanted() -> None:
     assert pool.state.replication.scan.wanting == 0
 
 
-def test_a_lost_node_s_blocks_are_copied_again_those_asked_for_first() -> None:
+@SWEPT
+def test_a_lost_node_s_blocks_are_copied_again_those_asked_for_first(
+    swept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "SWEPT_SLOTS", swept)
     pool = pool_of(nodes=3, replicas=2)
     pool.store("n0", *range(30))
     pool.until(lambda: all(pool.have(number) == 2 for number in range(30)))
@@ -117,7 +125,9 @@ def test_a_suspected_node_is_not_lost() -> None:
     assert len(pool.ordered(m.SendCopy)) == before
 
 
-def test_a_node_that_comes_back_makes_a_surplus_which_is_let_go() -> None:
+@SWEPT
+def test_a_node_that_comes_back_makes_a_surplus_which_is_let_go(swept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "SWEPT_SLOTS", swept)
     pool = pool_of(nodes=3, replicas=2, ssd_max=64)
     pool.store("n0", *range(10), tier=Tier.SSD)
     pool.until(lambda: all(pool.have(number) == 2 for number in range(10)))
