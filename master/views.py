@@ -114,6 +114,10 @@ def _node_row(state: MasterState, node: Node, blocks: Mapping[int, int], now: fl
                     )
                     for d in usage.devices
                 ],
+                bytes_out=usage.bytes_out,
+                bytes_in=usage.bytes_in,
+                bytes_copied=usage.bytes_copied,
+                leader_epoch=usage.leader_epoch,
             )
         )
     return row
