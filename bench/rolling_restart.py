@@ -2,9 +2,9 @@
 
 A real master and four real nodes; `kvstrata replay`'s engine stand-ins serve a trace on them at a steady pace, verify
 every byte and have no cache of their own. Each node in turn gets SIGTERM, ends, and starts again with the same data
-directory; the next one follows when it is active, has been given its first block, and a pause is over. The pool has
-room for what three nodes must hold. Hit rates are in percent of prompt tokens, beside what the same requests would
-have hit on a pool that nothing happens to. Exits 1 when a request failed or a byte was wrong.
+directory; the next one follows when it is active and a pause is over. The pool has room for what three nodes must
+hold. Hit rates are in percent of prompt tokens, and in brackets the points that they are from what the same requests
+would have hit on a pool that nothing happens to. Exits 1 when a request failed or a byte was wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.chaos.rolling import PHASES, Rolled, roll
 #: name -> (megabytes on SSD, more options of a node).
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "memory, drained": (0, ("--drain-on-stop", "30")),
+    "memory and SSD, drained": (2, ("--drain-on-stop", "30")),
     "memory and SSD, stopped": (2, ()),
     "memory, stopped": (0, ()),
 }
@@ -71,14 +72,15 @@ def row(name: str, rolled: Rolled) -> str:
     cells += [
         f"{rolled.deepest_points:+.1f}",
         f"{statistics.median(stops):.1f} s (longest {max(stops):.1f})",
+        f"{rolled.lost_tokens / 1e6:.1f} M tokens",
         str(rolled.blocks_moved),
         f"{rolled.longest_calls_s * 1e3:.0f} ms ({rolled.longest_undisturbed_s * 1e3:.0f})",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = ("nodes", "failed", "wrong bytes", "hit rate before", "during", "after", "deepest dip", "stop of a node",
-        "blocks moved", "longest request (before)")  # fmt: skip
+HEAD = ("nodes", "failed", "wrong bytes", "hit rate before", "during", "after", "deepest dip", "a node stops in",
+        "computed again", "blocks moved", "longest request (before)")  # fmt: skip
 
 
 def main() -> int:

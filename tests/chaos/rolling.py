@@ -27,7 +27,7 @@ from kvstrata.cli.replay.simulator import infinite_cache
 from tests.chaos.cluster import Cluster
 from tests.e2e.real_pool import until
 
-#: A restarted node is active, and has been given a block, within this.
+#: A restarted node is active within this.
 BACK_S = 60.0
 #: The deepest dip is that of so many requests in a row.
 WINDOW = 25
@@ -37,7 +37,7 @@ PHASES = ("before", "during", "after")
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """One node's. Monotonic seconds: told to stop, gone, ready again, active again and given a block."""
+    """One node's. Monotonic seconds: told to stop, gone, ready again, active again (its share of writes ramps now)."""
 
     name: str
     told: float
@@ -77,6 +77,7 @@ class Rolled:
     errors: list[str]
     wrong_bytes: int
     reasons: dict[str, int]
+    lost_tokens: int  #: prompt tokens that were computed and would not have been
     blocks_moved: int
     longest_calls_s: float
     longest_undisturbed_s: float
@@ -101,7 +102,7 @@ def restart(cluster: Cluster, name: str, stop_s: float) -> Restart:
     cluster.start(name)
     assert cluster.daemon(name).ready["node_id"] == node_id
     ready = time.monotonic()
-    until(lambda: cluster.whole() and _blocks(cluster, node_id) > 0, BACK_S)
+    until(cluster.whole, BACK_S)
     drained = any(not record["problem"] for record in cluster.logged(name, "stopping: drained"))
     return Restart(name, told, gone, ready, time.monotonic(), blocks, drained)
 
@@ -222,6 +223,7 @@ def _summary(
         errors=[outcome.error for outcome in outcomes if outcome.error],
         wrong_bytes=sum(outcome.wrong_bytes for outcome in outcomes),
         reasons=dict(reasons),
+        lost_tokens=int((undisturbed - hit)[first:].sum()),
         blocks_moved=moved,
         longest_calls_s=float(calls[first:last].max(initial=0.0)),
         longest_undisturbed_s=float(calls[warm:first].max(initial=0.0)),
