@@ -234,7 +234,7 @@ class Hub:
         """Where blocks are, and the nodes that the codes' slots name.
 
         ``epoch`` is what the asker's handle is pinned to; a named ``request`` can be explained later.
-        ``avoid`` as for :meth:`MasterState.lookup`.
+        ``avoid`` as for :meth:`Questions.lookup`.
         """
         began = time.perf_counter()
         check_salt(salt)
@@ -242,10 +242,10 @@ class Hub:
         with self._lock:
             now = self._clock()
             group = opened.group.number
-            answer = self._state.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
-            self._state.asked(opened, salt, hashes, now)
+            answer = self._state.questions.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
+            self._state.questions.asked(opened, salt, hashes, now)
             if request:
-                self._state.note_lookup(request, opened, salt, keys, answer, now)
+                self._state.questions.note_lookup(request, opened, salt, keys, answer, now)
             facts = self._state.membership.slot_facts
         self.metrics.looked_up(answer, time.perf_counter() - began)
         if not answer.not_yet:
@@ -261,14 +261,16 @@ class Hub:
         epoch: int | None = None,
         avoid: Collection[m.Process] = (),
     ) -> tuple[Placed, dict[int, m.NodeFacts]]:
-        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`MasterState.place`,
+        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`Questions.place`,
         and :class:`NotLeader` when another master leads: its placement is the better one."""
         check_salt(salt)
         keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
         with self._lock:
             now = self._clock()
             self._require_leader(or_none=True)
-            placed = self._state.place(opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch, avoid)
+            placed = self._state.questions.place(
+                opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch, avoid
+            )
             commands = self._state.taken()
             self._deliver(commands)
             facts = self._state.membership.slot_facts
@@ -344,7 +346,7 @@ class Hub:
         """True when this incarnation of the node is attached here."""
         self.handle(event)
         with self._lock:
-            return self._state.knows(event.node_id, event.incarnation)
+            return self._state.membership.knows(event.node_id, event.incarnation)
 
     def copy_hot(self, enabled: bool) -> None:
         """Whether prefixes that a busy node is asked for most get a copy elsewhere, while this master leads."""

@@ -1,58 +1,42 @@
 """The master's state: what happened goes in, what to do comes out. No clock, no socket, no file.
 
-``handle(event, now)`` returns commands; ``lookup`` and ``place`` answer at once. The owner calls all of
-it under one lock and passes monotonic time in.
+``handle(event, now)`` returns commands; ``questions`` are answered at once. The owner calls all of it under one
+lock and passes monotonic time in.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstrata.master import messages as m
-from kvstrata.master.attachment import Outcome
-from kvstrata.master.content.chronicle import Chronicle, Line, Scope
+from kvstrata.master.content.chronicle import Chronicle, Line
 from kvstrata.master.content.clearing import Cleared, Clearing
-from kvstrata.master.content.lookups import (
-    REQUEST_CHARACTERS_MAX,
-    Asked,
-    LookedUp,
-    RequestLog,
-    left,
-    nothing_found,
-    reasons_of,
-)
-from kvstrata.master.content.misses import MissReason, departed
 from kvstrata.master.content.orphans import Orphans
+from kvstrata.master.content.removals import Removal, Removals
 from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory, TableKey
-from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
+from kvstrata.master.intake import Intake
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
-from kvstrata.master.namespaces import Group, Namespaces, Opened
-from kvstrata.master.nodes import Node, Nodes
-from kvstrata.master.placement import Placed, Placement
+from kvstrata.master.namespaces import Namespaces, Opened
+from kvstrata.master.naming import Naming
+from kvstrata.master.nodes import Nodes
+from kvstrata.master.placement import Placement
+from kvstrata.master.questions import Questions
 from kvstrata.master.replication.replication import Replication
 from kvstrata.master.tenants.quotas import Quotas
-from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus, PlaceState, Tier
 
 #: Commands are numbered from the leader's epoch times two to this power.
 COMMAND_BITS: Final = 32
 #: What any master says to a node; the rest of what is sent, and all that is saved, is the leader's.
 _ANYBODYS: Final = (m.SendAttached, m.SendResync, m.SendAck)
 _LEADERS: Final = (*(set(get_args(m.Send)) - set(_ANYBODYS)), *get_args(m.Save))
-#: A miss report hides a replica for at most this many deltas to come, whatever it claims.
-DELTA_LAG_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +56,15 @@ class Saved:
     leader_epoch: int = 0  #: the greatest that the store has seen
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """``removed`` blocks were known; ``awaited`` nodes are attached and have been told."""
-
-    command: int
-    removed: int
-    awaited: frozenset[str]
-
-
 _NOTHING: Final = Saved()
-#: What hides a replica: its node has it no more, or cannot read it (UNKNOWN: from a client that does not say).
-_GONE: Final = frozenset({BlockStatus.UNKNOWN, BlockStatus.MISSING, BlockStatus.EVICTED, BlockStatus.READ_ERROR})
 
 
 class MasterState:
-    """Directory, liveness, placement, namespaces, roster and removals, composed."""
+    """The rooms, composed: what nodes say and clients ask is answered from the directory, orders are confirmed.
+
+    Data walks from ``membership`` (who is here) and ``intake`` (what they have) into ``directory``, ``placement`` and
+    ``replication``; ``questions`` reads them.
+    """
 
     def __init__(
         self,
@@ -104,7 +81,6 @@ class MasterState:
         self.placement = Placement(rng)
         self.tombstones = Tombstones()
         self.chronicle = Chronicle()
-        self.requests = RequestLog()
         self.counts: Counter[str] = Counter()
         self._out: list[m.Command] = []
         self._rng = rng
@@ -126,16 +102,46 @@ class MasterState:
         )
         self.membership.attached = self.clearing.attached
         self.membership.resumable = lambda node_id: not self.clearing.scopes.held(node_id)
+        naming = self._naming = Naming(self.namespaces, self.clearing, self._emit)
+        self.removals = Removals(
+            self.directory, naming, self.membership.nodes, self.tombstones, self.chronicle, self._emit
+        )
         self.replication = Replication(
             self.directory,
             self.namespaces,
             self.membership,
             self.standing,
-            self._scope,
+            naming.scope,
             self.tombstones.take_number,
-            self._start_over,
+            lambda node, reason, now: self._intake.start_over(node, reason, now),
             self._emit,
             now,
+        )
+        self._intake = Intake(
+            self.directory,
+            self.namespaces,
+            naming,
+            self.membership,
+            self.clearing,
+            self.removals,
+            self.placement,
+            self.replication,
+            self.orphans,
+            self.chronicle,
+            self.counts,
+            self.standing,
+            self._emit,
+        )
+        self.questions = Questions(
+            self.directory,
+            self.namespaces,
+            naming,
+            self.membership,
+            self.placement,
+            self.replication,
+            self.chronicle,
+            self.counts,
+            self.standing,
         )
         self.membership.restore(saved.nodes, now, grace_s)
         self.replication.load(saved.replicas, saved.nodes)
@@ -145,8 +151,8 @@ class MasterState:
             self.restore_orders(saved, now)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Attach: self._attach,
-            m.SnapshotPart: self._snapshot_part,
-            m.DeltaBatch: self._delta,
+            m.SnapshotPart: self._intake.snapshot_part,
+            m.DeltaBatch: self._intake.delta,
             m.CommandDone: self._command_done,
             m.CopyDone: self._spoken(self.replication.copy_done),
             m.Offer: self._spoken(self.replication.offered),
@@ -155,7 +161,7 @@ class MasterState:
             m.Detach: self.membership.detach,
             m.LinkLost: self.membership.link_lost,
             m.Heartbeat: self.membership.heartbeat,
-            m.MissReport: self._miss,
+            m.MissReport: self.questions.miss,
             m.Tick: self._tick,
         }
 
@@ -259,272 +265,18 @@ class MasterState:
         self.quotas.durable(serial, now)
         return self._take_out()
 
-    # ------------------------------------------------------------------ inventory
-
-    def _snapshot_part(self, event: m.SnapshotPart, now: float) -> None:
-        node = self.membership.speaker(event.session, now)
-        if node is not None and node.attachment is not None:
-            locate = self._locator(node, now)
-            self._outcome(node, node.attachment.snapshot(event, self.directory, locate), now)
-
-    def _delta(self, event: m.DeltaBatch, now: float) -> None:
-        node = self.membership.speaker(event.session, now)
-        if node is not None and node.attachment is not None:
-            locate = self._locator(node, now)
-            outcome = node.attachment.delta(event, self.directory, locate)
-            if outcome is Outcome.APPLIED:
-                self.orphans.left(event.changes)
-                self.replication.changed(event.changes, now)
-            self._outcome(node, outcome, now)
-
-    def _outcome(self, node: Node, outcome: Outcome, now: float) -> None:
-        attachment = node.attachment
-        assert attachment is not None
-        self.counts[f"sync_{outcome.name.lower()}"] += 1
-        if outcome is Outcome.GAP:
-            self._emit(m.SendResync(attachment.session, attachment.gap))
-            self._emit(m.Report("snapshot asked for", {"node_id": node.node_id, "reason": attachment.gap}))
-        elif outcome is Outcome.SWAPPED:
-            assert attachment.slot is not None
-            for stone in self.tombstones.waiting_for(node.node_id):
-                table, keys = self._where(stone.namespace, stone.salt, stone.hashes)
-                self.directory.remove_slot_blocks(attachment.slot, table, keys)
-            self.membership.synced(node, now)
-        if outcome in (Outcome.SWAPPED, Outcome.APPLIED, Outcome.IGNORED) and not attachment.loading:
-            self._emit(m.SendAck(attachment.session, attachment.applied_seq))
-
-    def _locator(self, node: Node, now: float) -> Callable[[m.Holding | m.Change], tuple[TableKey, Keys] | None]:
-        def locate(part: m.Holding | m.Change) -> tuple[TableKey, Keys] | None:
-            try:
-                group = self._register(part.namespace)
-            except (FingerprintMismatch, Busy) as error:
-                self.counts["refused_holdings"] += 1
-                fields = {"node_id": node.node_id, "reason": str(error)}
-                self._emit(m.Report("node holds a namespace that is refused", fields))
-                return None
-            if part.epoch > group.epoch and not self.leading:
-                self.clearing.learned([(group.name, part.epoch)], now)  # the leader has begun it
-                group = self.namespaces.named(group.name)
-            if part.epoch != group.epoch:
-                self.counts["holdings_of_other_epochs"] += 1
-                return None
-            if _is_there(part) and self.clearing.scopes.hold_back(node.node_id, group.name, part.salt):
-                self.counts["holdings_held_back"] += 1
-                return None
-            table, keys = self._where(part.namespace, part.salt, part.hashes)
-            self._note_part(node, group, part, table, keys, now)
-            self.replication.held(node, part, table, keys)
-            if _is_there(part):
-                # Else a block evicted soon after it was stored could not be stored again until the intent lapses.
-                self.placement.fulfilled(keys, self._scope(table))
-            return table, keys
-
-        return locate
-
-    def _note_part(
-        self, node: Node, group: Group, part: m.Holding | m.Change, table: TableKey, keys: Keys, now: float
-    ) -> None:
-        tier = Tier(part.tier).name.lower()
-        about = Scope(group.first, table.shard, table.salt)
-        if isinstance(part, m.Holding):
-            self.chronicle.note(now, f"in snapshot ({tier})", node.node_id, about, keys)
-        elif part.added:
-            self.chronicle.note(now, f"added ({tier})", node.node_id, about, keys)
-        else:
-            self.chronicle.note(now, f"removed ({tier})", node.node_id, about, keys, departed(part.reason), part.cause)
-
-    def _where(self, namespace: Namespace, salt: str, hashes: bytes) -> tuple[TableKey, Keys]:
-        group, _ = self.namespaces.register(namespace)
-        return TableKey(group.number, namespace.shard, salt), fold(hashes, namespace.hash_bytes)
-
-    def _about(self, table: TableKey) -> Scope:
-        group = self.namespaces.by_number(table.group)
-        assert group is not None
-        return Scope(group.first, table.shard, table.salt)
-
-    def _scope(self, table: TableKey) -> Keys:
-        """What tells apart equal hashes of different tenants and shards, and of before a drop: u64[1, 2]."""
-        text = f"{self.clearing.drops}/{table.group}/{table.shard}/{table.salt}"
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return np.frombuffer(digest, dtype="<u8").reshape(1, 2)
-
-    def _register(self, namespace: Namespace) -> Group:
-        group, new = self.namespaces.register(namespace)
-        if new:
-            self._emit(m.SaveGroup(namespace, group.epoch))
-        return group
-
-    # ------------------------------------------------------------------ clients' questions
+    # ------------------------------------------------------------------ what clients change
 
     def open_namespace(self, namespace: Namespace) -> tuple[Opened, list[m.Command]]:
         """Register and name a namespace. Raises :class:`FingerprintMismatch` or :class:`Busy`."""
-        self._register(namespace)
+        self._naming.register(namespace)
         return self.namespaces.open(namespace), self._take_out()
 
-    def lookup(
-        self,
-        namespace: Namespace,
-        group: int,
-        salt: str,
-        keys: Keys,
-        boot_id: str,
-        now: float,
-        epoch: int | None = None,
-        avoid: Collection[m.Process] = (),
-    ) -> LookedUp:
-        """Where blocks are. Pins nothing, renews nothing.
-
-        ``group`` is a group's number, ``epoch`` the weight epoch of the asker's handle: of another epoch than
-        the current one nothing is found. Nodes in ``avoid`` are named only for blocks that no other has.
-        """
-        if self._past(group, epoch):
-            return nothing_found(len(keys), MissReason.EPOCH)
-        shunned = self.membership.slots_of(avoid)
-        found = self.directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id, shunned)
-        if found.present.all():
-            return LookedUp(found, False, np.zeros(0, dtype=np.uint8))
-        if found.hit_blocks < len(keys) and self.recovering(now):
-            missing = len(keys) - int(np.count_nonzero(found.present))
-            return LookedUp(found, True, np.full(missing, MissReason.NOT_YET, dtype=np.uint8))
-        table = TableKey(group, namespace.shard, salt)
-        reasons, missing_keys = reasons_of(self.directory, table, keys, found)
-        gone, gone_keys = left(reasons, missing_keys)
-        if gone.size:
-            coming = self._coming(table, gone_keys, now)
-            reasons[gone[coming]] = MissReason.IN_FLIGHT
-        return LookedUp(found, False, reasons)
-
-    def asked(self, opened: Opened, salt: str, hashes: bytes, now: float) -> None:
-        """What a lookup was about: worth being copied first when a node is lost. O(1)."""
-        table = TableKey(opened.group.number, opened.namespace.shard, salt)
-        self.replication.asked(table, opened.namespace.hash_bytes, hashes, now)
-
-    def note_lookup(self, request: str, opened: Opened, salt: str, keys: Keys, answer: LookedUp, now: float) -> None:
-        """Remember a lookup by the name of the request that it was for."""
-        name = request[:REQUEST_CHARACTERS_MAX]
-        table = TableKey(opened.group.number, opened.namespace.shard, salt)
-        hit = answer.found.hit_blocks
-        reason = MissReason(int(answer.reasons[0])) if len(answer.reasons) else None
-        self.requests.note(Asked(name, opened.group.name, table, keys, hit, reason, now))
-
-    def in_flight(self, table: TableKey, key: Keys, now: float) -> bool:
-        """Whether a writer was sent off with a block (u64[1, 2]) that has not arrived."""
-        return bool(self._coming(table, key, now)[0])
-
-    def _coming(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
-        return self.placement.in_flight(keys, self._scope(table), set(self.membership.slot_facts), now)
-
-    def _past(self, group: int, epoch: int | None) -> bool:
-        """Whether a handle is of another weight epoch than its group."""
-        known = self.namespaces.by_number(group)
-        return known is None or epoch not in (None, known.epoch)
-
-    def place(
-        self,
-        namespace: Namespace,
-        group: int,
-        salt: str,
-        keys: Keys,
-        boot_id: str,
-        now: float,
-        epoch: int | None = None,
-        avoid: Collection[m.Process] = (),
-    ) -> Placed:
-        """Where to store blocks: there already, in flight, or a node; one in ``avoid`` when there is no other.
-
-        Raises :class:`FingerprintMismatch` for a handle of another weight epoch than the current one.
-        """
-        if self._past(group, epoch):
-            current = self.namespaces.named(namespace.group).epoch
-            raise FingerprintMismatch(
-                f"group {namespace.group!r} is at weight epoch {current}, and this handle is of another: "
-                "open the namespace again"
-            )
-        shunned = self.membership.slots_of(avoid)
-        present = self.directory.lookup(group, namespace.shard, 1, salt, keys, boot_id, shunned).codes
-        active = self.membership.active()
-        if self.leading:
-            self.quotas.seen(salt, namespace.block_bytes, now)
-        rooms = self.quotas.rooms(salt)
-        candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values() if not node.leaving]
-        if any(candidate.capacity for candidate in candidates):
-            candidates = [candidate for candidate in candidates if candidate.capacity]
-        if shunned and any(candidate.slot not in shunned for candidate in candidates):
-            candidates = [candidate for candidate in candidates if candidate.slot not in shunned]
-        scope = self._scope(TableKey(group, namespace.shard, salt))
-        placed = self.placement.place(keys, scope, present, candidates, boot_id, now)
-        codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
-        for code, count in zip(codes.tolist(), blocks.tolist(), strict=True):
-            node, nbytes = active[(code - 1) >> 2], count * namespace.block_bytes
-            node.placed_bytes += nbytes
-            self.quotas.placed(salt, node.node_id, nbytes)
-        return placed
-
-    def recovering(self, now: float) -> bool:
-        """True from the start until every rostered node is back, or the grace is over."""
-        return self.membership.recovering(now)
-
-    def knows(self, node_id: str, incarnation: int) -> bool:
-        """True while this incarnation of the node is attached."""
-        return self.membership.knows(node_id, incarnation)
-
-    def _miss(self, event: m.MissReport, now: float) -> None:
-        opened = self.namespaces.by_handle(event.handle)
-        if event.epoch != opened.group.epoch:
-            self.counts["miss_reports_of_other_epochs"] += 1
-            return
-        table, keys = self._where(opened.namespace, event.salt, event.hashes)
-        node = self.nodes.get(event.node_id)
-        if node is not None:
-            self._note_miss(event, table, keys, now)
-        gone = event.status in _GONE
-        if gone or event.at_store:
-            # A writer whose node refused says so too, and nobody need wait for what is not coming.
-            self.placement.fulfilled(keys, self._scope(table))
-        if not gone or event.at_store or node is None or node.attachment is None:
-            return
-        attachment = node.attachment
-        if attachment.slot is None or not self.knows(event.node_id, event.incarnation):
-            return
-        if event.delta_seq > attachment.applied_seq:
-            until = min(event.delta_seq, attachment.applied_seq + DELTA_LAG_MAX)
-            self.counts["hidden_blocks"] += self.directory.hide(attachment.slot, table, keys, until)
-
-    def _note_miss(self, event: m.MissReport, table: TableKey, keys: Keys, now: float) -> None:
-        seen = event.status if event.status is not BlockStatus.UNKNOWN else None
-        told = "" if seen is None else f": {seen.name.lower()}"
-        if event.at_store or (seen is None and event.delta_seq == 0):
-            what, why = f"not stored{told}", MissReason.REFUSED_AT_STORE
-        else:
-            what, why = f"not loaded{told} (delta {event.delta_seq})", MissReason.LOAD_FAILED
-        self.chronicle.note(now, what, event.node_id, self._about(table), keys, why, status=seen)
-
-    # ------------------------------------------------------------------ removal
-
     def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> tuple[Removal, list[m.Command]]:
-        """Remove blocks of one shard everywhere; nodes that are away learn of it when they attach.
+        """Remove blocks of one shard everywhere: see :meth:`Removals.order`."""
+        return self.removals.order(namespace, salt, hashes, now), self._take_out()
 
-        Raises :class:`Busy` when too many removals wait for absent nodes.
-        """
-        holders = [node.node_id for node in self.nodes if node.may_hold_blocks]
-        stone = self.tombstones.add(namespace, salt, hashes, holders)
-        table, keys = self._where(namespace, salt, hashes)
-        removed = self.directory.remove_everywhere(table, keys)
-        self.chronicle.note(now, "removed by a client", "", self._about(table), keys, MissReason.REMOVED)
-        if stone.waiting:
-            self._emit(stone.saved())
-        linked = [node for node in self.nodes if node.linked]
-        for node in linked:
-            assert node.attachment is not None
-            self._emit(m.SendRemove(node.attachment.session, stone.command, namespace, salt, hashes))
-        return Removal(stone.command, removed, frozenset(node.node_id for node in linked)), self._take_out()
-
-    def remove_from(self, node_id: str, stone: m.SaveTombstone) -> None:
-        """A node has yet to remove blocks: they are not found there any more."""
-        node = self.nodes.get(node_id)
-        if node is not None and node.attachment is not None and node.attachment.slot is not None:
-            table, keys = self._where(stone.namespace, stone.salt, stone.hashes)
-            self.directory.remove_slot_blocks(node.attachment.slot, table, keys)
+    # ------------------------------------------------------------------ what operators order
 
     def bump(self, group: str, now: float) -> tuple[Cleared, list[m.Command]]:
         """Begin the next weight epoch of a group: see :meth:`Clearing.bump`."""
@@ -533,6 +285,15 @@ class MasterState:
     def drop(self, group: str, salt: str | None, erase: bool, now: float) -> tuple[Cleared, list[m.Command]]:
         """Forget a tenant, a namespace, or both: see :meth:`Clearing.drop`."""
         return self.clearing.drop(group, salt, erase, now), self._take_out()
+
+    def remove_node(self, node_id: str, force: bool, now: float) -> list[m.Command]:
+        """Take a node off the roster: see :meth:`Replication.remove`. Nothing waits for it any more."""
+        self.replication.remove(node_id, now, force=force)
+        self.removals.forget(node_id)
+        self.clearing.forget(node_id)
+        return self._take_out()
+
+    # ------------------------------------------------------------------ what nodes confirm
 
     def attached(self, node_ids: Iterable[str]) -> list[str]:
         """Those of the nodes that are attached now."""
@@ -551,17 +312,14 @@ class MasterState:
         node = self.membership.speaker(event.session, now)
         if node is None:
             return
-        if self.clearing.done(node, event.command, event.error) and node.attachment is not None:
-            reason = "what it said of a dropped scope was held back"
-            self._outcome(node, node.attachment.start_over(self.directory, reason), now)
+        if self.clearing.done(node, event.command, event.error):
+            self._intake.start_over(node, "what it said of a dropped scope was held back", now)
         if event.error:
             self.counts["failed_commands"] += 1
             fields = {"node_id": node.node_id, "command": event.command, "reason": event.error}
             self._emit(m.Report("node could not do as told", fields))
             return
-        stone = self.tombstones.confirm(event.command, node.node_id)
-        if stone is not None:
-            self._emit(stone.saved())
+        self.removals.confirmed(node.node_id, event.command)
 
     def _spoken(self, hear: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
         """What a node says counts while its session does."""
@@ -571,22 +329,6 @@ class MasterState:
                 hear(event, now)
 
         return heard
-
-    def _start_over(self, node: Node, reason: str, now: float) -> None:
-        """Have a node say again what it has."""
-        if node.attachment is not None:
-            self._outcome(node, node.attachment.start_over(self.directory, reason), now)
-
-    def remove_node(self, node_id: str, force: bool, now: float) -> list[m.Command]:
-        """Take a node off the roster: see :meth:`Replication.remove`. Nothing waits for it any more."""
-        self.replication.remove(node_id, now, force=force)
-        for stone in self.tombstones.waiting_for(node_id):
-            if (confirmed := self.tombstones.confirm(stone.command, node_id)) is not None:
-                self._emit(confirmed.saved())
-        for scope in self.clearing.scopes.waiting_for(node_id):
-            if (done := self.clearing.scopes.confirm(scope.command, node_id)) is not None:
-                self._emit(done.saved())
-        return self._take_out()
 
     # ------------------------------------------------------------------ for people and tests
 
@@ -606,14 +348,10 @@ class MasterState:
         self.membership.check()
         self.placement.check()
         self.tombstones.check()
-        self.requests.check()
+        self.questions.requests.check()
         self.clearing.scopes.check()
         self.orphans.check()
         self.quotas.check()
         self.replication.check()
         self.standing.check()
         assert not self._out
-
-
-def _is_there(part: m.Holding | m.Change) -> bool:
-    return isinstance(part, m.Holding) or part.added

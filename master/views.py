@@ -170,7 +170,7 @@ def _totals(state: MasterState, now: float) -> control.HealthReport:
     standing = state.standing
     return control.HealthReport(
         epoch=standing.epoch if standing.leading else standing.heard,
-        ready=not state.recovering(now),
+        ready=not state.membership.recovering(now),
         blocks=state.directory.blocks,
         nodes_active=active,
         nodes_total=len(state.nodes),

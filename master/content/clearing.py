@@ -144,10 +144,18 @@ class Clearing:
         """A node answered a command: True when what it said meanwhile was held back."""
         held = self.scopes.answered(node.node_id, command)
         if not error:
-            scope = self.scopes.confirm(command, node.node_id)
-            if scope is not None:
-                self._emit(scope.saved())
+            self._confirmed(node.node_id, command)
         return held
+
+    def forget(self, node_id: str) -> None:
+        """Nothing waits for this node any more."""
+        for scope in self.scopes.waiting_for(node_id):
+            self._confirmed(node_id, scope.command)
+
+    def _confirmed(self, node_id: str, command: int) -> None:
+        scope = self.scopes.confirm(command, node_id)
+        if scope is not None:
+            self._emit(scope.saved())
 
 
 def _within(group: Group | None, salt: str | None) -> Callable[[TableKey], bool]:

@@ -82,10 +82,10 @@ def explain_block(state: MasterState, block: bytes, group: str, salt: str | None
 
 def explain_request(state: MasterState, request: str, now: float) -> Explanation:
     """A verdict on the newest lookup of that name. Raises :class:`InvalidArgument` when none is remembered."""
-    asked = state.requests.find(request)
+    asked = state.questions.requests.find(request)
     if asked is None:
         raise InvalidArgument(
-            f"no lookup of a request {request!r} is remembered: the newest {len(state.requests)} are, "
+            f"no lookup of a request {request!r} is remembered: the newest {len(state.questions.requests)} are, "
             "by the engine's name of the request"
         )
     count, salt = len(asked.keys), asked.table.salt
@@ -148,7 +148,7 @@ def _gathered(state: MasterState, key: Keys, tables: Sequence[TableKey], now: fl
         if known and _look_into(state, key, table, group, evidence):
             shards[table.group, table.salt] = shards.get((table.group, table.salt), 0) + 1
             evidence.complete |= shards[table.group, table.salt] == group.shard_count
-        evidence.coming |= state.in_flight(table, key, now)
+        evidence.coming |= state.questions.in_flight(table, key, now)
         if (known or len(tables) <= STORIES_MAX) and told < STORIES_MAX:
             told += 1
             evidence.story += state.chronicle.story(table._replace(group=group.first), key)

@@ -94,8 +94,8 @@ def _epochs_lowered(state: MasterState, saved: Saved, now: float) -> bool:
 def _clear_away(state: MasterState, saved: Saved, now: float) -> None:
     """What nodes have yet to remove is found no more, though they have not said that it is gone."""
     for stone in saved.tombstones:
-        for node_id in stone.waiting:
-            state.remove_from(node_id, stone)
+        for node in filter(None, map(state.nodes.get, stone.waiting)):
+            state.removals.keep_one_out(node, stone)
     dropping = {node_id for scope in saved.scopes if scope.epoch is None for node_id in scope.waiting}
     for node in state.nodes:
         if node.node_id in dropping and node.attachment is not None:

@@ -64,10 +64,10 @@ def test_a_lookup_that_began_before_it_finds_nothing_after_it() -> None:
     world.up(1)
     opened, _ = world.state.open_namespace(NS)
     world.bump()
-    found = world.state.lookup(NS, opened.group.number, SALT, _keys(1), "", world.now, 0)
+    found = world.state.questions.lookup(NS, opened.group.number, SALT, _keys(1), "", world.now, 0)
     assert not found.found.present.any() and found.reasons.tolist() == [MissReason.EPOCH]
     with pytest.raises(FingerprintMismatch, match="weight epoch 1"):
-        world.state.place(NS, opened.group.number, SALT, _keys(1), "", world.now)
+        world.state.questions.place(NS, opened.group.number, SALT, _keys(1), "", world.now)
 
 
 def _keys(*numbers: int) -> Keys:

@@ -38,7 +38,9 @@ def why(world: World, number: int, group: str = NS.group, salt: str | None = SAL
 def ask(world: World, request: str, *numbers: int) -> None:
     """A named lookup, as the hub makes it."""
     opened, _ = world.state.open_namespace(NS)
-    world.state.note_lookup(request, opened, SALT, fold(hashes(*numbers), 16), world.lookup(*numbers), world.now)
+    world.state.questions.note_lookup(
+        request, opened, SALT, fold(hashes(*numbers), 16), world.lookup(*numbers), world.now
+    )
 
 
 def test_every_reason_has_a_text_and_a_label() -> None:
@@ -264,7 +266,7 @@ def test_a_request_of_another_tenant_or_of_past_weights() -> None:
     assert explain_request(world.state, "r", world.now).asked == 1
     opened, _ = world.state.open_namespace(NS)
     stale = world.lookup(1, epoch=0)
-    world.state.note_lookup("stale", opened, SALT, fold(hashes(1), 16), stale, world.now)
+    world.state.questions.note_lookup("stale", opened, SALT, fold(hashes(1), 16), stale, world.now)
     assert explain_request(world.state, "stale", world.now).verdict == "epoch"
 
 

@@ -35,7 +35,7 @@ class Attached:
 
     def place(self) -> list[int]:
         keys: Keys = fold(HASHES, 16)
-        return [int(state) for state in self.state.place(NS, self.group, "t", keys, "", 1000.0).states]
+        return [int(state) for state in self.state.questions.place(NS, self.group, "t", keys, "", 1000.0).states]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def named(world: World, *numbers: int, avoid: tuple[str, ...] = ()) -> list[str]:
     """The node that a lookup names for each block; "" for none."""
-    answer = world.state.lookup(
+    answer = world.state.questions.lookup(
         NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, {(name, 1) for name in avoid}
     )
     facts = world.state.membership.slot_facts
@@ -24,7 +24,7 @@ def named(world: World, *numbers: int, avoid: tuple[str, ...] = ()) -> list[str]
 
 def placed(world: World, *numbers: int, avoid: tuple[str, ...] = ()) -> tuple[set[str], set[int]]:
     """The nodes that blocks are placed on, and their states."""
-    answer = world.state.place(
+    answer = world.state.questions.place(
         NS, world.group(), SALT, fold(hashes(*numbers), 16), "", world.now, None, {(name, 1) for name in avoid}
     )
     facts = world.state.membership.slot_facts

@@ -215,7 +215,7 @@ def test_a_heartbeat_keeps_a_node_and_one_of_another_incarnation_does_not() -> N
     assert world.node_state() is NodeState.ACTIVE
     world.wait(11.0, beating=[("n", 2), ("stranger", 1)])
     assert world.node_state() is NodeState.OFFLINE
-    assert not world.state.knows("n", 1)
+    assert not world.state.membership.knows("n", 1)
 
 
 def test_a_dying_node_leaves_at_once_and_the_others_stay() -> None:

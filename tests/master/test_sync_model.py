@@ -212,7 +212,7 @@ class Cluster(RuleBasedStateMachine):
     def converge(self) -> None:
         """Everyone reconnects as it must, and speaks until it is heard."""
         for node in self.nodes.values():
-            if not self.state.knows(node.node_id, node.incarnation):
+            if not self.state.membership.knows(node.node_id, node.incarnation):
                 self.attach(node)
             node.change(True, "t", 0)
             for _ in range(4):  # a resync may follow on what is delivered, and miss reports reach 3 ahead
@@ -226,7 +226,7 @@ class Cluster(RuleBasedStateMachine):
         opened, _ = self.state.open_namespace(NS)
         for salt in SALTS:
             keys = fold(b"".join(map(one, BLOCKS)), 16)
-            found = self.state.lookup(NS, opened.group.number, salt, keys, "", self.now)
+            found = self.state.questions.lookup(NS, opened.group.number, salt, keys, "", self.now)
             expected = [any((salt, block) in node.blocks for node in self.nodes.values()) for block in BLOCKS]
             assert found.found.present.tolist() == expected
             assert not found.not_yet
@@ -246,7 +246,7 @@ class Cluster(RuleBasedStateMachine):
         opened, _ = self.state.open_namespace(NS)
         for salt in SALTS:
             keys = fold(b"".join(map(one, BLOCKS)), 16)
-            found = self.state.lookup(NS, opened.group.number, salt, keys, "", self.now).found
+            found = self.state.questions.lookup(NS, opened.group.number, salt, keys, "", self.now).found
             stale = [block for block in np.flatnonzero(found.present).tolist() if (salt, block) in self.gone]
             assert not stale, f"of before a bump or a drop, and found: {stale}"
 

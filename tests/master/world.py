@@ -80,10 +80,10 @@ class World:
         return session
 
     def lookup(self, *numbers: int, salt: str = SALT, epoch: int | None = None) -> LookedUp:
-        return self.state.lookup(NS, self.group(), salt, fold(hashes(*numbers), 16), "", self.now, epoch)
+        return self.state.questions.lookup(NS, self.group(), salt, fold(hashes(*numbers), 16), "", self.now, epoch)
 
     def place(self, *numbers: int, salt: str = SALT, epoch: int | None = None) -> Placed:
-        return self.state.place(NS, self.group(), salt, fold(hashes(*numbers), 16), "", self.now, epoch)
+        return self.state.questions.place(NS, self.group(), salt, fold(hashes(*numbers), 16), "", self.now, epoch)
 
     def group(self) -> int:
         opened, commands = self.state.open_namespace(NS)

@@ -191,7 +191,7 @@ class Checks:
         opened = hub.named(ns)
         packed = b"".join(keys)
         answer = hub.read(
-            lambda state, now: state.lookup(
+            lambda state, now: state.questions.lookup(
                 ns, opened.group.number, salt, fold(packed, 16), "", now, opened.group.epoch
             )
         )

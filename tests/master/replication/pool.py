@@ -320,7 +320,7 @@ class Pool:
     def ask(self, *numbers: int, namespace: Namespace = NS) -> None:
         opened, commands = self.state.open_namespace(namespace)
         self.take(commands)
-        self.state.asked(opened, SALT, b"".join(one(number, namespace) for number in numbers), self.now)
+        self.state.questions.asked(opened, SALT, b"".join(one(number, namespace) for number in numbers), self.now)
 
     def have(self, number: int, namespace: Namespace = NS) -> int:
         """Nodes that live and really have a block."""

@@ -62,7 +62,7 @@ def test_a_draining_node_gets_nothing_new() -> None:
     from kvstrata.master.directory.table import fold
 
     keys = fold(b"".join(one(number) for number in range(500, 600)), 16)
-    placed = pool.state.place(NS, opened.group.number, SALT, keys, "n0", pool.now)
+    placed = pool.state.questions.place(NS, opened.group.number, SALT, keys, "n0", pool.now)
     node = pool.state.nodes.get("n1")
     assert node is not None and node.attachment is not None and node.attachment.slot is not None
     assert (placed.states == PlaceState.NEW).all()
