@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstrata.client.asked import Asked
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
-from kvstrata.client.locations import U16, Hint, RecentLocations
+from kvstrata.client.locations import U16, Hint, Located, RecentLocations, chosen
 from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first, pieces_of_node, positions_of
@@ -46,6 +46,9 @@ ROOM_TURNS: Final = 3
 #: Fresh lookups of one call, at most: each sends what failed to a replica that was not tried.
 ROUNDS_MAX: Final = 8
 
+#: Questions of one round, at most, about blocks of which nodes failed that are not the same for all.
+QUESTIONS_MAX: Final = 4
+
 #: Statuses after which another replica, or the block's new home, may still serve: by value.
 _OPEN: Final = np.zeros(256, bool)
 _OPEN[[_UNKNOWN, _EVICTED, _READ_ERROR, _NO_ROOM, _NODE_LOST]] = True
@@ -64,19 +67,28 @@ Attempt = Callable[[Peer, Where | None, bytes], Fetched]
 @dataclass(slots=True)
 class _Work:
     """A call under way: ``status`` and ``tier`` u8[count]. ``tried``: what each node was asked for and did not give,
-    bool[count]."""
+    bool[count]. ``tries``: nodes that fresh lookups named and that were asked, u8[count]. ``over``: blocks that nobody
+    else has, bool[count]."""
 
     asked: Asked
     attempt: Attempt
     status: npt.NDArray[np.uint8]
     tier: npt.NDArray[np.uint8]
+    tries: npt.NDArray[np.uint8]
+    over: Mask
     moved: int = 0
     tried: dict[Endpoint, Mask] = field(default_factory=dict)
     fresh: bool = False  #: what is being tried was looked up in this call
 
     @classmethod
     def new(cls, asked: Asked, attempt: Attempt) -> _Work:
-        return cls(asked, attempt, np.zeros(asked.count, np.uint8), np.full(asked.count, NO_TIER, np.uint8))
+        status, tries = np.zeros(asked.count, np.uint8), np.zeros(asked.count, np.uint8)
+        return cls(asked, attempt, status, np.full(asked.count, NO_TIER, np.uint8), tries, np.zeros(asked.count, bool))
+
+    def open(self) -> Mask:
+        """Blocks that somebody who was not asked may still have."""
+        still: Mask = _OPEN[self.status] & ~self.over
+        return still
 
     def fill(self, where: Where | None, fetched: Fetched, status: npt.NDArray[np.uint8]) -> None:
         at = slice(None) if where is None else where
@@ -98,6 +110,17 @@ class _Work:
                 left &= ~(tried[positions] & ((codes[positions] - np.uint16(1)) >> 2 == index))
         rest: Positions = positions[left]
         return rest
+
+    def by_failed(self, positions: Positions) -> list[tuple[list[Endpoint], Positions]]:
+        """``positions`` by the nodes that failed them; the most blocks first."""
+        nodes = list(self.tried)
+        failed = np.array([self.tried[node][positions] for node in nodes], bool).reshape(len(nodes), len(positions))
+        kinds, which = np.unique(failed, axis=1, return_inverse=True)
+        groups = [
+            ([node for node, is_one in zip(nodes, kinds[:, kind], strict=True) if is_one], positions[which == kind])
+            for kind in range(kinds.shape[1])
+        ]
+        return sorted(groups, key=lambda group: -len(group[1]))
 
 
 class Reader:
@@ -131,11 +154,11 @@ class Reader:
                 self._round(work, hint.codes, hint.nodes, None)
         rounds, left = 0, 1
         while left and rounds < ROUNDS_MAX:
-            positions = np.flatnonzero(_OPEN[work.status])
+            positions = np.flatnonzero(work.open())
             if not len(positions) or (rounds and time.monotonic() > asked.deadline):
                 break
             rounds += 1
-            left = self._afresh(work, positions, rounds)
+            left = self._afresh(work, positions)
         return Fetched(work.status, work.tier, 0, work.moved)
 
     def _only_peer(self, hint: Hint) -> Peer | None:
@@ -146,10 +169,10 @@ class Reader:
             return None
         return self._peers.get(hint.nodes[(code - 1) >> 2])
 
-    def _afresh(self, work: _Work, positions: Positions, rounds: int) -> int:
+    def _afresh(self, work: _Work, positions: Positions) -> int:
         """Look the call's blocks up and try ``positions`` where they are now, but at no node twice.
 
-        Returns how many more replicas there may be, for the blocks that failed again.
+        Returns how many of the blocks that failed again may have more replicas.
         """
         asked, status = work.asked, work.status
         avoid = self._peers.avoiding(work.tried)
@@ -160,24 +183,57 @@ class Reader:
         except KVError as error:
             status[status == _UNKNOWN] = unanswered(error)
             return 0
+        codes, nodes = self._elsewhere(work, positions, located, avoid)
         self._recent.remember(
             asked.namespace,
             asked.salt,
             asked.hashes,
-            located.codes,
-            located.nodes,
+            codes,
+            nodes,
             epoch=asked.namespace.epoch,
             replicas=located.replicas,
         )
         absent = BlockStatus.NOT_YET if located.not_yet else BlockStatus.MISSING
         status[(status == _UNKNOWN) & (located.codes == 0)] = absent
-        untried = work.untried(positions, located.codes, located.nodes)
-        if not len(untried):
-            return 0
-        work.fresh = True
-        asked.pace(others=located.replicas > len(work.tried) + 1)
-        self._round(work, located.codes, located.nodes, untried)
-        return max(0, located.replicas - rounds)
+        untried = work.untried(positions, codes, nodes)
+        if len(untried):
+            work.fresh = True
+            work.tries[untried] += 1
+            asked.pace(others=located.replicas > len(work.tried) + 1)
+            self._round(work, codes, nodes, untried)
+        return int(np.count_nonzero(work.open() & (work.tries < located.replicas)))
+
+    def _elsewhere(
+        self, work: _Work, positions: Positions, located: Located, avoid: Sequence[Endpoint]
+    ) -> tuple[U16, tuple[Endpoint, ...]]:
+        """``located``, with another replica of each block for which it names a node that failed it, if there is one.
+
+        All replicas of such a block were to be avoided, those on nodes that failed only other blocks too. So it is
+        asked for again by itself, to avoid no more than what failed it; what is named then is all there is.
+        """
+        asked, where = work.asked, Hint(located.codes, located.nodes)
+        failed = np.setdiff1d(positions, work.untried(positions, *where[:2]))
+        absent = located.codes[failed] == 0
+        work.over[failed[absent]] = True
+        questions = 0
+        for nodes, mine in work.by_failed(failed[~absent]) if len(work.tried) else ():
+            if located.replicas != 1 and not set(nodes).issuperset(avoid):
+                questions += 1
+                if questions > QUESTIONS_MAX or time.monotonic() > asked.deadline:
+                    break  # the others' turn is in the next round
+                hashes = gather(asked.hashes, asked.namespace.hash_bytes, mine)
+                try:
+                    other = self._directory.lookup(asked.namespace, asked.salt, hashes, asked.deadline, avoid=nodes)
+                except WHOLE_CALL:
+                    raise
+                except KVError as error:
+                    log.debug("no other replica found", blocks=len(mine), reason=f"{type(error).__name__}: {error}")
+                    break
+                codes = np.zeros_like(where.codes)
+                codes[mine] = other.codes
+                where = chosen(where, Hint(codes, other.nodes), codes != 0)
+            work.over[np.setdiff1d(mine, work.untried(mine, *where[:2]))] = True
+        return where.codes, where.nodes
 
     def _round(self, work: _Work, codes: U16, nodes: tuple[Endpoint, ...], positions: Positions | None) -> None:
         groups = by_node(codes, positions, work.asked.limit)

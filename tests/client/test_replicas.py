@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstrata.client import BlockStatus, Client, PoolNamespace
+from kvstrata.client.reading import QUESTIONS_MAX, ROUNDS_MAX
 from kvstrata.proto.errors import Corrupt, KVError, LeaseExpired, Unavailable
 from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
 
@@ -109,8 +111,8 @@ def test_replicas_are_tried_until_none_is_left(client: Client, master: FakeMaste
         node.fetches.clear()
     before = master.lookups
     assert set(copies.load()) <= {S.CORRUPT, S.NODE_LOST}
-    assert all(len(node.fetches) <= 1 for node in nodes.values()), "nobody is asked twice"
-    assert master.lookups <= before + 3
+    assert all(len(node.fetches) == 1 for node in nodes.values()), "all are asked, and nobody twice"
+    assert master.lookups <= before + 4
 
 
 def test_without_another_replica_nothing_is_asked_for_again(
@@ -131,6 +133,103 @@ def test_different_nodes_that_fail_different_blocks(
     nodes["a"].answers = dict.fromkeys(names[:4], S.CORRUPT)
     nodes["b"].answers = dict.fromkeys(names[1:2], S.READ_ERROR)
     assert copies.load() == [S.LOADED] * 8
+
+
+def halves(client: Client, master: FakeMaster, nodes: dict[str, FakeNode], on: Iterable[str] = "ab") -> Copies:
+    """Blocks that were located on ``a`` (the first four) and on ``b`` (the others); each has all of ``on``."""
+    copies = Copies(client, master, nodes, on)
+    for name in split(copies.hashes)[4:]:
+        key = next(key for key in master.where if key[2] == name)
+        master.also[key] = [other for other in (master.where[key], *master.also[key]) if other != "b"]
+        master.where[key] = "b"
+    client.lookup(copies.ns, "", copies.hashes)
+    return copies
+
+
+def test_a_node_that_failed_other_blocks_is_tried_for_these(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    copies = halves(client, master, nodes)
+    names = split(copies.hashes)
+    nodes["a"].answers = dict.fromkeys(names[:2], S.CORRUPT)
+    nodes["b"].answers = dict.fromkeys(names[4:6], S.READ_ERROR)
+    before = master.lookups
+    assert copies.load() == [S.LOADED] * 8
+    assert sorted(nodes["a"].calls) == [("fetch", names[:4]), ("fetch", names[4:6])]
+    assert sorted(nodes["b"].calls) == [("fetch", names[:2]), ("fetch", names[4:])]
+    assert [(list(asked.avoid), split(asked.hashes)) for asked in master.asked[-2:]] == [
+        (["a"], names[:2]),
+        (["b"], names[4:6]),
+    ]
+    assert master.lookups == before + 3
+    nodes["a"].calls.clear()
+    assert copies.load() == [S.LOADED] * 8 and master.lookups == before + 3, "it is known where they were had"
+
+
+def test_blocks_without_another_replica_are_asked_for_once(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    copies = halves(client, master, nodes)
+    names = split(copies.hashes)
+    nodes["a"].answers = dict.fromkeys(names[:2], S.CORRUPT)
+    nodes["b"].answers = dict.fromkeys(names[4:6], S.CORRUPT)
+    master.also.clear()
+    before = master.lookups
+    assert copies.load() == ([S.CORRUPT] * 2 + [S.LOADED] * 2) * 2
+    assert (len(nodes["a"].fetches), len(nodes["b"].fetches), master.lookups) == (1, 1, before + 1)
+
+
+def test_the_last_replica_may_be_on_a_node_that_was_lost(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    copies = halves(client, master, nodes)
+    nodes["a"].answers = dict.fromkeys(split(copies.hashes)[:2], S.CORRUPT)
+    nodes["b"].fails = Unavailable("gone")
+    before = master.lookups
+    assert copies.load() == [S.NODE_LOST] * 2 + [S.LOADED] * 6
+    assert (len(nodes["a"].fetches), len(nodes["b"].fetches)) == (2, 2) and master.lookups <= before + 4
+
+
+def test_a_master_that_is_gone_when_asked_again_costs_only_those_blocks(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = halves(client, master, nodes, "abc")
+    names = split(copies.hashes)
+    nodes["a"].answers = dict.fromkeys(names[:4], S.CORRUPT)
+    nodes["b"].answers = dict.fromkeys(names[4:], S.CORRUPT)
+    nodes["c"].answers = dict.fromkeys(names[:1], S.CORRUPT)
+    ask = client._directory.lookup
+
+    def once(namespace: PoolNamespace, salt: str, packed: bytes, *rest: Any, **more: Any) -> Any:
+        if len(packed) < len(copies.hashes):
+            raise Unavailable("gone")
+        return ask(namespace, salt, packed, *rest, **more)
+
+    monkeypatch.setattr(client._directory, "lookup", once)
+    assert copies.load() == [S.CORRUPT] + [S.LOADED] * 7
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_is_loaded_whenever_one_of_its_replicas_can_be_read(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    copies = Copies(client, master, nodes, "abc", count=12)
+    names = split(copies.hashes)
+    has = {name: list(rng.permutation(list(nodes))[: rng.integers(1, 4)]) for name in names}
+    for key in list(master.where):
+        master.where[key], *master.also[key] = has[key[2]]
+        for other in set(nodes) - set(has[key[2]]):
+            del nodes[other].blocks[key]
+    for node in nodes.values():
+        node.answers = {name: S.CORRUPT for name in names if rng.random() < 0.6}
+    client.lookup(copies.ns, "", copies.hashes)
+    readable = [any(name not in nodes[str(node)].answers for node in has[name]) for name in names]
+    before = master.lookups
+    assert [status == S.LOADED for status in copies.load()] == readable
+    fetched = [(node.node_id, name) for node in nodes.values() for _, call in node.calls for name in call]
+    assert len(fetched) == len(set(fetched)), "no block is asked for twice at one node"
+    assert master.lookups - before <= ROUNDS_MAX * (1 + QUESTIONS_MAX)
 
 
 def test_a_lookup_names_the_nodes_that_cannot_be_reached(
