@@ -15,6 +15,7 @@ from kvstrata.master.content.misses import MissReason
 from kvstrata.master.directory import directory as directory_module
 from kvstrata.master.directory.directory import Directory, TableKey, prefix_length
 from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import BEGIN
 
 BLOCKS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
 TABLES = [TableKey(0, 0, "a"), TableKey(0, 0, ""), TableKey(1, 0, "a"), TableKey(1, 1, "a"), TableKey(1, 2, "a")]
@@ -134,6 +135,9 @@ class AgainstOracle(RuleBasedStateMachine):
         for block, set_id in zip(blocks, self.directory.living_ids(table, keys_of(blocks)).tolist(), strict=True):
             expected = {key[2] for key in [*self.held, *self.hidden] if key[:2] == (table, block)}
             assert {slot for slot, _ in self.directory.holders_of(set_id)} == expected <= known
+        keys, ids, _ = self.directory.entries(table, BEGIN, 1 << 12)
+        assert np.array_equal(ids, self.directory.living_ids(table, keys))
+        assert self.directory.holders.retired.isdisjoint(ids.tolist())
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), host=st.sampled_from(["h1", "h2"]))
@@ -292,6 +296,7 @@ def test_a_slot_is_dropped_at_once_and_swept_in_pieces(monkeypatch: pytest.Monke
         assert found.codes.tolist() == [1 + 4 * here, 1 + 4 * here, 0, 0]
         assert directory.reasons(found.ids).tolist()[2:] == [MissReason.NODE_LOST] * 2
         assert directory.blocks_of(again) == 0 and directory.blocks_of(here) == 1000 == directory.blocks
+        assert directory.holders.retired.isdisjoint(found.ids.tolist()), "not even the ids of the past are told"
         assert found.replicas == 1 and directory.ghost_blocks == 3000
         directory.check()
         if not directory.sweeping:

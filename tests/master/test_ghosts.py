@@ -83,6 +83,7 @@ def test_a_shadow_that_is_given_up_never_was() -> None:
     directory.drop_slot(shadow)
     assert reasons(directory, [1]) == [MissReason.NEVER_STORED] and directory.ghost_blocks == 0
     assert directory.blocks == 0 and not list(directory.tables())
+    assert not directory.known_ids(TABLE, keys_of([1])).any() and not directory.sets_of(TABLE)
     directory.check()
     directory.turn(0.0)
     assert not directory.sweeping and not list(directory.remembered())
