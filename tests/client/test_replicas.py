@@ -179,6 +179,18 @@ def test_blocks_without_another_replica_are_asked_for_once(
     assert (len(nodes["a"].fetches), len(nodes["b"].fetches), master.lookups) == (1, 1, before + 1)
 
 
+def test_what_nobody_has_any_more_is_asked_for_once(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    copies = Copies(client, master, nodes, "abc")
+    names = split(copies.hashes)
+    nodes["a"].answers = dict.fromkeys(names[:2], S.CORRUPT)
+    del master.where[next(key for key in master.where if key[2] == names[0])]
+    before = master.lookups
+    assert copies.load() == [S.CORRUPT] + [S.LOADED] * 7
+    assert (len(nodes["a"].fetches), len(nodes["b"].fetches), master.lookups) == (1, 1, before + 1)
+
+
 def test_the_last_replica_may_be_on_a_node_that_was_lost(
     client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
 ) -> None:
