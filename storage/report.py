@@ -108,7 +108,7 @@ class NodeReport:
                 namespaces=state.namespaces,
                 salts=len(state.inventory.policy.charges),
                 slots=arena.capacity(),
-                counts=dataclasses.asdict(state.counts),
+                counts={name: getattr(state.counts, name) for name in state.counts.__slots__},
                 ssd_bytes=ssd.arena.bytes_total if ssd is not None else 0,
                 ssd_bytes_used=ssd.arena.bytes_used if ssd is not None else 0,
                 ssd_bytes_free=ssd.arena.bytes_total - ssd.arena.bytes_used if ssd is not None else 0,

@@ -23,7 +23,7 @@ from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint
 from kvstrata.transfer.grants import LEASE_MARGIN_S
 from tests.sim.clock import Broken, Future, Process, Steps, all_of
-from tests.sim.oracle import BLOCK_BYTES, Key, Violation, payload
+from tests.sim.oracle import BLOCK_BYTES, Key, Violation
 from tests.sim.wires import Answer, Conn, code_of, greeted
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class ClientHost:
         keys = [Key(namespace.group, salt, hashes[i * width : (i + 1) * width]) for i in range(count)]
         writes = [world.oracle.reserved(key, epoch, node.node_id, world.now) for key in keys]
         numbers = tuple(write.number for write in writes)
-        raw = b"".join(payload(number) for number in numbers)
+        raw = b"".join(write.data for write in writes)
         try:
             conn, handle = yield from self._node(node, namespace)
             message = pb.Reserve(

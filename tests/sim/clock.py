@@ -24,8 +24,6 @@ class Scheduler:
     def __init__(self) -> None:
         self.now = 0.0
         self.count = 0
-        #: Called after each event.
-        self.watch: Run = lambda: None
         self._heap: list[tuple[float, int, Run]] = []
 
     def after(self, seconds: float, run: Run) -> None:
@@ -33,11 +31,20 @@ class Scheduler:
         heapq.heappush(self._heap, (self.now + seconds, self.count, run))
 
     def run_until(self, when: float) -> None:
-        while self._heap and self._heap[0][0] <= when:
-            self.now, _, run = heapq.heappop(self._heap)
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= when:
+            self.now, _, run = pop(heap)
             run()
-            self.watch()
         self.now = when
+
+    def every(self, seconds: float, run: Run) -> None:
+        """For ever."""
+
+        def turn() -> None:
+            run()
+            self.after(seconds, turn)
+
+        self.after(seconds, turn)
 
 
 class Process:
@@ -51,6 +58,7 @@ class Process:
         self.alive = True
         self.stopped = False
         self.ends: list[Run] = []  #: what happens when it dies
+        self.worked: Run = lambda: None  #: called after it has taken in something that may have changed it
         self._scheduler = scheduler
         self._skew = skew
         self._held: deque[Run] = deque()
@@ -174,15 +182,20 @@ def all_of(futures: list[Future]) -> Future:
 
 
 class SimLoops(Loops):
-    """Loops of a process on virtual time: the shipped turns, without their threads."""
+    """Loops of a process on virtual time: the shipped turns, without their threads. ``then`` is done after each."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, then: Run = lambda: None) -> None:
         super().__init__()
         self._process = process
+        self._then = then
 
     def add(self, loop: Loop) -> Loop:
-        turn = loop._turn  # a loop has no other way to be stepped by hand
+        shipped = loop._turn  # a loop has no other way to be stepped by hand
         woken = False
+
+        def turn() -> None:
+            shipped()
+            self._then()
 
         def run() -> None:
             nonlocal woken

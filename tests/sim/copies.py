@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.bandwidth import Pace
-from kvstrata.storage.copying.book import Copy
+from kvstrata.storage.copying.book import Answer, Copy
 from kvstrata.storage.copying.copier import COPY, PIECE_S, Copier, _read
 from kvstrata.storage.copying.intake import Piece
 from tests.sim.clock import Broken, Steps
@@ -28,28 +29,40 @@ _LOADED, _UNKNOWN = int(BlockStatus.LOADED), int(BlockStatus.UNKNOWN)
 _STORED, _CORRUPT = int(BlockStatus.STORED), int(BlockStatus.CORRUPT)
 
 
+class _Orders(Copier):
+    """``come`` is called when there is something to do."""
+
+    come: Callable[[], None]
+
+    def take(self, message: control.CopyCommand, leader_epoch: int, answer: Answer) -> None:
+        super().take(message, leader_epoch, answer)
+        self.come()
+
+
 class SimCopier:
     """``shipped`` takes the orders; what its threads do is done here in steps."""
 
     def __init__(self, node: NodeHost) -> None:
         moves = node.ssd.moves if node.ssd is not None else None
-        self.shipped = Copier(node.state, node.lock, Pace(0), moves, node.changed, node.process.clock)
+        self.shipped = _Orders(node.state, node.lock, Pace(0), moves, node.changed, node.process.clock)
+        self.shipped.come = lambda: node.process.after(0.001, self._begin)
         self._node = node
         self._conns: dict[str, Conn] = {}
-        for _ in range(COPIERS):
-            node.process.start(self._work())
+        self._working = 0
+
+    def _begin(self) -> None:
+        if self._working < COPIERS and self._node.state.copies.waits:
+            self._working += 1
+            self._node.process.start(self._work())
 
     def _work(self) -> Steps:
         book = self._node.state.copies
-        while True:
-            copy = book.next_turn()
-            if copy is None:
-                yield 0.05
-                continue
+        while (copy := book.next_turn()) is not None:
             yield from self._take_piece(copy)
             done = book.turn_over(copy)
             if done is not None:
                 copy.answer(done)
+        self._working -= 1
 
     def _take_piece(self, copy: Copy) -> Steps:
         """One piece of an order; how it ends is the shipped copier's rule for each error."""

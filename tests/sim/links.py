@@ -17,7 +17,8 @@ from tests.sim.wires import greeted
 if TYPE_CHECKING:
     from tests.sim.node_host import NodeHost
 
-POLL_S = 0.1
+#: As a node's outbox does it when nobody wakes it, only less often.
+POLL_S = 0.25
 ORDERS = frozenset({"remove", "drop", "shares", "copy", "surplus", "drain"})
 
 
@@ -30,6 +31,7 @@ class SimLink:
         self._process = node.process
         self._saying = False
         self._woken = False
+        self._more = False  #: woken while it says something
         self._leaving = False
         self._end: End | None = None
         self._outbox: Outbox | None = None
@@ -114,6 +116,7 @@ class SimLink:
         """What is due, message by message, with time for others in between."""
         self._woken = False
         outbox, end = self._outbox, self._end
+        self._more = self._saying
         if outbox is None or end is None or self._saying or outbox.over or not outbox.attached.is_set():
             return
         self._saying = True
@@ -130,6 +133,8 @@ class SimLink:
         self._saying = False
         if outbox.over:
             end.close("goodbye")
+        elif self._more:
+            self.wake()
 
 
 def beat(node: NodeHost) -> None:

@@ -55,6 +55,7 @@ class MasterHost:
         world = self.world
         self.starts += 1
         self.process = world.process(self.name)
+        self.process.worked = partial(world.checks.worked, self)
         self.hub = None
         self.streams: dict[SyncStream, None] = {}
         self._open()
@@ -67,7 +68,7 @@ class MasterHost:
         except Unavailable:
             process.after(1.0, self._open)  # whoever supervises it starts it again
             return
-        self.loops = SimLoops(process)
+        self.loops = SimLoops(process, self.deliver)
         self.hub.start(self.loops)
         self.channel = MasterChannel(self.hub, Endpoints(self.name, self.name, self.name))
         self.channel._incarnation = self.starts << 8 | world.master_names.index(self.name)
@@ -77,7 +78,6 @@ class MasterHost:
             self.campaign.start(self.loops)
         world.network.listen(self.name, process, self._accept)
         world.network.listen(f"{self.name}/sync", process, lambda end: SyncStream(self, end))
-        process.every(0.05, self.deliver)
 
     def _hub(self, store: StoreClient) -> Hub:
         rng = random.Random(f"{self.world.seed}/{self.name}/{self.starts}")
@@ -234,7 +234,7 @@ class SyncStream:
 
     def pass_on(self) -> None:
         outbox, hub = self._outbox, self._host.hub
-        if outbox is None or hub is None:
+        if outbox is None or hub is None or not (outbox._queue or outbox.closed):
             return
         while (said := outbox.get(0.0)) is not None:
             self._end.say(stamped(message_of(said[0], hub.cluster_id), said[1]).SerializeToString())

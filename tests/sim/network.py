@@ -70,6 +70,7 @@ class Wire:
     def _deliver(self, to: End, message: Any) -> None:
         if self.open:
             to.said(message)
+            to.process.worked()
 
     def flush(self) -> None:
         """The cut is over."""

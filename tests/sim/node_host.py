@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.proto import channel_pb2 as pb
@@ -39,7 +39,7 @@ from kvstrata.transfer.loops import Loop
 from tests.sim.clock import Process, SimLoops, Steps
 from tests.sim.copies import SimCopier
 from tests.sim.links import SimLink, beat
-from tests.sim.memory import HeapSlab, heap_arena, scribble
+from tests.sim.memory import HeapSlab, MemoryFolder, heap_arena, scribble
 from tests.sim.network import End
 from tests.sim.oracle import BLOCK_BYTES, Violation
 from tests.sim.wires import PROGRESS_S, Answer, Ask, FakeConnection, Hello, Progress, Session, failure
@@ -68,12 +68,12 @@ class SimStore(MemoryStore):
 class NodeHost:
     """``disk`` and ``folder`` outlive its processes."""
 
-    def __init__(self, world: World, name: str, plan: NodePlan, folder: Path) -> None:
+    def __init__(self, world: World, name: str, plan: NodePlan) -> None:
         self.world = world
         self.name = name
         self.plan = plan
         self.disk = Disk()
-        self.folder = folder
+        self.folder = MemoryFolder()
         self.starts = 0
         self.process = Process(world.scheduler, name, 0.0)
         self.process.alive = False
@@ -92,12 +92,13 @@ class NodeHost:
         self.starts += 1
         self.incarnation = self.starts << 32 | self.rng.getrandbits(32)
         self.process = process = world.process(self.name)
+        process.worked = partial(world.checks.worked, self)
         self.lock = threading.Lock()
         self.loops = SimLoops(process)
         self.moving: list[Move] = []
         self.sessions: dict[bytes, Session] = {}
         self.links: list[SimLink] = []
-        policies = PolicyFile(self.folder)
+        policies = PolicyFile(self.folder)  # type: ignore[arg-type]
         quotas, epochs = policies.restored()
         kept = policies.fence()
         self.leader = kept.epoch, kept.leader_id
@@ -142,11 +143,9 @@ class NodeHost:
         self.moved_at = process.clock()
         orders = self.loops.add(Loop("commands", 0.2, self.commands.turn))
         self.commands.wake = orders.wake
-        drain = self.loops.add(Loop("drain", 0.1, self.drains.turn))
+        drain = self.loops.add(Loop("drain", 0.25, self.drains.turn))
         self.drains.wake = drain.wake
-        process.every(0.1, self._expire)
-        if self.ssd is not None:
-            process.every(0.1, self._demote)
+        process.every(0.2, self._tend)
         for master in world.master_names:
             self.links.append(SimLink(self, master))
         beat(self)
@@ -181,11 +180,13 @@ class NodeHost:
 
     # ------------------------------------------------------------------ work
 
-    def _expire(self) -> None:
+    def _tend(self) -> None:
+        """What comes due, and what may go to the SSD."""
         self.moved_at = self.process.clock()
         self.state.expire(self.moved_at)
         if self.ssd is not None:
             self.ssd.moves.expire(self.moved_at)
+            self._demote()
 
     def changed(self) -> None:
         for link in self.links:
@@ -243,6 +244,7 @@ class NodeHost:
         def perform() -> None:
             self.moving.remove(move)
             movers.perform(move)
+            self.process.worked()
 
         self.process.after(self.ssd_delay + self.rng.uniform(0.001, 0.02), perform)
 

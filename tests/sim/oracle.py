@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 BLOCK_BYTES = 256
 _NUMBER = 8
@@ -17,8 +18,7 @@ class Violation(AssertionError):
     """An invariant that did not hold, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     group: str
     salt: str
     hash: bytes
@@ -36,6 +36,7 @@ class Write:
     epoch: int
     node: str
     reserved_at: float
+    data: bytes  #: what its block holds
     committed_at: float | None = None
 
 
@@ -76,7 +77,8 @@ class Oracle:
     hits: int = 0
 
     def reserved(self, key: Key, epoch: int, node: str, now: float) -> Write:
-        write = Write(len(self.writes) + 1, key, epoch, node, now)
+        number = len(self.writes) + 1
+        write = Write(number, key, epoch, node, now, payload(number))
         self.writes[write.number] = write
         return write
 
@@ -93,7 +95,7 @@ class Oracle:
         write = self.writes.get(int.from_bytes(data[:_NUMBER], "little"))
         if write is None:
             raise Violation(f"INV-1: {key} on {where} has bytes that nobody wrote")
-        if data != payload(write.number):
+        if data != write.data:
             raise Violation(f"INV-1: {key} on {where} has torn bytes")
         if write.key != key:
             raise Violation(f"INV-1: {key} on {where} has the bytes of {write.key}")

@@ -114,7 +114,7 @@ def planned(seed: int, steps: int, faults: frozenset[str] = frozenset(FAULTS), m
     several = rng.choice((1, 1, 3))
     base = Plan(seed, several if masters is None else masters, rng.randint(1, 3), nodes)
     actions = tuple(_actions(base, steps, faults, rng))
-    return Plan(base.seed, base.masters, base.clients, nodes, actions, epilogue=count > 2 and rng.random() < 0.5)
+    return Plan(base.seed, base.masters, base.clients, nodes, actions, epilogue=count > 2 and rng.random() < 0.25)
 
 
 def _actions(plan: Plan, steps: int, faults: frozenset[str], rng: random.Random) -> list[Action]:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import SimpleNamespace
 
 import kvstrata.master.converters
 import kvstrata.master.hub
+import kvstrata.master.reuse.lookup_log
 import kvstrata.storage.copying.intake
 import kvstrata.storage.masters.outbox
+import kvstrata.storage.masters.policies
 from tests.sim.clock import Future
+from tests.sim.memory import replace
 from tests.sim.oracle import BLOCK_BYTES, Violation
 from tests.sim.plan import Plan
-from tests.sim.world import World, folder
+from tests.sim.world import World
 
 #: After the last action, and after all faults have ended: everything must have come right by then.
 SETTLE_S = 20.0
+#: Of those, what is waited in any case: drains are cancelled late, what comes late may still do harm.
+SETTLE_MIN_S = 6.0
 READ_S = 60.0
+#: After the last call: leases that were not given back have ended, what was on its way has come.
 QUIET_S = 8.0
 
 
@@ -46,11 +54,15 @@ class Result:
 
 @contextlib.contextmanager
 def scaled() -> Iterator[None]:
-    """Bounds that a small cluster comes to: snapshots of several parts, and nothing that sleeps for real."""
+    """Bounds that a small cluster comes to: snapshots of several parts, and nothing that sleeps for real or is kept
+    in a real file."""
+    timeless = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=lambda seconds: None)
     places = (
         (kvstrata.storage.masters.outbox, "PART_HASHES", 5),
         (kvstrata.master.converters, "HASHES_AN_EVENT", 3),
-        (kvstrata.master.hub, "BALANCE_BREATH_S", 0.0),
+        (kvstrata.master.hub, "time", timeless),
+        (kvstrata.master.reuse.lookup_log, "time", timeless),
+        (kvstrata.storage.masters.policies, "durable_file", SimpleNamespace(replace=replace)),
         (kvstrata.storage.copying.intake, "PIECE_BYTES", 3 * BLOCK_BYTES),
     )
     before = [getattr(module, name) for module, name, _ in places]
@@ -68,8 +80,18 @@ def scaled() -> Iterator[None]:
 
 def run(plan: Plan) -> Result:
     """Everything of a plan, then the checks of the end."""
-    with scaled(), folder() as kept:
-        world = World(plan, Path(kept))
+    gc.freeze()  # what is loaded stays
+    gc.disable()  # nothing big becomes garbage within a world
+    try:
+        return _result(plan)
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def _result(plan: Plan) -> Result:
+    with scaled():
+        world = World(plan)
         result = Result(plan, story=world.story)
         try:
             _run(world)
@@ -93,22 +115,34 @@ def _run(world: World) -> None:
         world.act(action)
     scheduler.run_until(scheduler.now + 1.0)
     world.mend()
-    scheduler.run_until(scheduler.now + SETTLE_S)
+    scheduler.run_until(scheduler.now + SETTLE_MIN_S)
+    _within(world, SETTLE_S - SETTLE_MIN_S, checks.converged)
     checks.structures()
     checks.cleared()
-    checks.converged()
     client = world.clients[world.plan.client_names[0]]
     _finish(world, client.process.start(checks.read_all()))
-    scheduler.run_until(scheduler.now + QUIET_S)  # leases that were not given back end
+    _within(world, QUIET_S, checks.quiet)
     if world.plan.epilogue:
         _finish(world, client.process.start(checks.epilogue()), 300.0)
     else:
         _finish(world, client.process.start(checks.store_more()))
-    scheduler.run_until(scheduler.now + QUIET_S)
+    _within(world, SETTLE_S, checks.quiet, checks.converged)
     checks.structures()
     checks.truth()
-    checks.quiet()
-    checks.converged()
+
+
+def _within(world: World, seconds: float, *hold: Callable[[], None]) -> None:
+    """Let time pass until all of it holds at once."""
+    until = world.now + seconds
+    while True:
+        try:
+            for each in hold:
+                each()
+            return
+        except Violation:
+            if world.now >= until:
+                raise
+        world.scheduler.run_until(world.now + 0.5)
 
 
 def _finish(world: World, over: Future, seconds: float = READ_S) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from array import array
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -33,7 +31,7 @@ SLOT_BYTES = slot_size(BLOCK_BYTES)
 class World:
     """Built from a plan; :meth:`act` does one of its actions, :meth:`mend` ends all faults."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.seed = plan.seed
         self.mended = False
@@ -50,10 +48,8 @@ class World:
         self.clients = {name: ClientHost(self, name) for name in plan.client_names}
         self.nodes: dict[str, NodeHost] = {}
         for name, node in zip(plan.node_names, plan.nodes, strict=True):
-            (folder / name).mkdir()
-            self.nodes[name] = NodeHost(self, name, node, folder / name)
+            self.nodes[name] = NodeHost(self, name, node)
         self.checks = Checks(self)
-        self.scheduler.watch = self.checks.after_event
         for host in self._hosts().values():
             host.start()
 
@@ -267,8 +263,3 @@ class World:
             node.ssd_delay = 0.0
             node.disk_refuses(False)
             self.scheduler.after(5.0, partial(self._drain, name, cancel=True))
-
-
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """For what nodes keep in files; in memory where that can be had."""
-    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="kvstrata-sim-")
