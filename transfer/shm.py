@@ -157,8 +157,10 @@ class ShmPeer:
         return expect(pb.AcquireOk, link.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
 
     def _copy_out(self, request: Fetch, granted: Granted, status: StatusArray) -> None:
+        """Copy and check what was granted. Raises :class:`KVError`; none of it counts as loaded then."""
         whole = granted.count == len(request.blocks)
         blocks = request.blocks if whole else request.blocks[granted.positions]
+        status[granted.positions] = BlockStatus.UNKNOWN
         try:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
             copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
@@ -171,14 +173,16 @@ class ShmPeer:
 
     def _check(self, request: Fetch, granted: Granted, blocks: BlockView, status: StatusArray) -> None:
         """The bytes count only if the lease still stood, the slots are unchanged, and samples match."""
+        verdict = np.full(granted.count, _LOADED, np.uint8)
         for index in self._sampler.choose(granted.count, request.verify):
             if block_checksum(blocks, index) != int(granted.checksum[index]):
-                status[granted.positions[index]] = BlockStatus.CORRUPT
+                verdict[index] = BlockStatus.CORRUPT
         changed = self.changed(granted)
         if time.monotonic() > granted.expires:
-            status[granted.positions] = BlockStatus.LEASE_LOST
+            verdict[:] = BlockStatus.LEASE_LOST
         elif changed:
-            status[granted.positions[changed]] = BlockStatus.LEASE_LOST
+            verdict[changed] = BlockStatus.LEASE_LOST
+        status[granted.positions] = verdict
 
     def changed(self, granted: Granted) -> list[int]:
         get = self.slabs.get
