@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata.client import BlockStatus, Client, PoolNamespace
-from kvstrata.client.reading import QUESTIONS_MAX, ROUNDS_MAX
+from kvstrata.client import BlockStatus, Client, PoolNamespace, reading
 from kvstrata.proto.errors import Corrupt, KVError, LeaseExpired, Unavailable
 from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
 
@@ -125,6 +124,16 @@ def test_without_another_replica_nothing_is_asked_for_again(
     assert len(nodes["a"].fetches) == 1 and master.lookups == before + 1
 
 
+def test_what_its_only_node_evicted_is_looked_up_once(
+    client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
+) -> None:
+    copies = Copies(client, master, nodes, "a")
+    nodes["a"].answers = dict.fromkeys(split(copies.hashes)[:2], S.MISSING)
+    before = master.lookups
+    assert copies.load() == [S.EVICTED] * 2 + [S.LOADED] * 6
+    assert nodes["a"].fetches == [8, 2] and master.lookups == before + 1
+
+
 def test_different_nodes_that_fail_different_blocks(
     client: Client, master: FakeMaster, nodes: dict[str, FakeNode]
 ) -> None:
@@ -221,10 +230,17 @@ def test_a_master_that_is_gone_when_asked_again_costs_only_those_blocks(
     assert copies.load() == [S.CORRUPT] + [S.LOADED] * 7
 
 
+@pytest.mark.parametrize("most", [1, reading.QUESTIONS_MAX])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_block_is_loaded_whenever_one_of_its_replicas_can_be_read(
-    client: Client, master: FakeMaster, nodes: dict[str, FakeNode], seed: int
+    client: Client,
+    master: FakeMaster,
+    nodes: dict[str, FakeNode],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    most: int,
 ) -> None:
+    monkeypatch.setattr(reading, "QUESTIONS_MAX", most)
     rng = np.random.default_rng(seed)
     copies = Copies(client, master, nodes, "abc", count=12)
     names = split(copies.hashes)
@@ -237,11 +253,12 @@ def test_a_block_is_loaded_whenever_one_of_its_replicas_can_be_read(
         node.answers = {name: S.CORRUPT for name in names if rng.random() < 0.6}
     client.lookup(copies.ns, "", copies.hashes)
     readable = [any(name not in nodes[str(node)].answers for node in has[name]) for name in names]
-    before = master.lookups
+    del master.asked[:]
     assert [status == S.LOADED for status in copies.load()] == readable
     fetched = [(node.node_id, name) for node in nodes.values() for _, call in node.calls for name in call]
     assert len(fetched) == len(set(fetched)), "no block is asked for twice at one node"
-    assert master.lookups - before <= ROUNDS_MAX * (1 + QUESTIONS_MAX)
+    rounds = "".join("R" if asked.hashes == copies.hashes else "q" for asked in master.asked).split("R")
+    assert len(rounds) <= 1 + reading.ROUNDS_MAX and max(map(len, rounds)) <= most
 
 
 def test_a_lookup_names_the_nodes_that_cannot_be_reached(
