@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Final
 
 from kvstrata.master import messages as m
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.proto import channel_pb2 as pb
@@ -46,6 +47,7 @@ class MasterChannel:
 
     def __init__(self, hub: Hub, endpoints: Endpoints) -> None:
         self._hub = hub
+        self._calls = ClientCalls(hub)
         self._endpoints = endpoints
         self._boot_id = boot_id()
         # Namespace handles are this process's own: a client that sees another number opens them anew.
@@ -87,25 +89,26 @@ class MasterChannel:
 
     def _open_namespace(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.OpenNamespace, frame, Kind.OPEN_NAMESPACE)
-        handle, epoch = self._hub.open_namespace(Namespace.from_spec(request.spec))
-        return Reply(Kind.NAMESPACE_HANDLE, pb.NamespaceHandle(handle=handle, epoch=epoch).SerializeToString())
+        opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
+        answer = pb.NamespaceHandle(handle=opened.handle, epoch=opened.group.epoch)
+        return Reply(Kind.NAMESPACE_HANDLE, answer.SerializeToString())
 
     def _lookup(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Lookup, frame, Kind.LOOKUP)
-        opened = self._hub.opened(request.ns)
+        opened = self._calls.opened(request.ns)
         host = connection.owner.hello.boot_id
         avoid = _avoided(request)
-        answer, nodes = self._hub.lookup(
+        answer, nodes = self._calls.lookup(
             opened, request.salt, request.hashes, host, request.epoch, request.request, avoid
         )
         return Reply(Kind.LOOKUP_OK, lookup_ok(answer, opened.namespace.shard_count, nodes).SerializeToString())
 
     def _place(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Place, frame, Kind.PLACE)
-        opened = self._hub.opened(request.ns)
+        opened = self._calls.opened(request.ns)
         host = request.boot_id or connection.owner.hello.boot_id
         avoid = _avoided(request)
-        placed, nodes = self._hub.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
+        placed, nodes = self._calls.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
 
     def _miss_report(self, connection: ServerConnection, frame: Frame) -> None:
@@ -122,14 +125,14 @@ class MasterChannel:
             report.at_store,
         )
         try:
-            self._hub.miss(event)
+            self._calls.miss(event)
         except Refused as error:  # one-way: a failure frame would answer some other request
             log.warning("miss report refused", reason=str(error), client=connection.owner.hello.name)
 
     def _remove(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Remove, frame, Kind.REMOVE)
-        opened = self._hub.opened(request.ns)
-        result = self._hub.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
+        opened = self._calls.opened(request.ns)
+        result = self._calls.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
         answer = pb.RemoveOk(removed=result.removed, unreached=result.unreached)
         return Reply(Kind.REMOVE_OK, answer.SerializeToString())
 

@@ -9,30 +9,22 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstrata.master import messages as m
-from kvstrata.master.content.lookups import LookedUp
-from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.journal import Journal
 from kvstrata.master.leadership import succession
-from kvstrata.master.leadership.standing import EPOCH_MAX, Standing
+from kvstrata.master.leadership.sole import next_epoch
+from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.metrics import Metrics
-from kvstrata.master.namespaces import Opened
 from kvstrata.master.outbox import NOBODY, Outbox, Stamp
-from kvstrata.master.placement import Placed
-from kvstrata.master.reuse.lookup_log import Call, LookupLog
+from kvstrata.master.reuse.lookup_log import LookupLog
 from kvstrata.master.reuse.what_if import WhatIf
-from kvstrata.master.state import MasterState, Saved
-from kvstrata.master.stores.base import LeaderRecord, StateStore
-from kvstrata.proto.errors import InvalidArgument, NotLeader, Unavailable
-from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
+from kvstrata.master.state import MasterState
+from kvstrata.master.stores.base import StateStore
+from kvstrata.proto.errors import NotLeader, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.versions import RefusedVersions
@@ -48,19 +40,13 @@ STALLED_DISK_S: Final = 10.0
 #: Steps of sharing limits out that one tick makes at most, and the pause after each.
 BALANCE_STEPS: Final = 10
 BALANCE_BREATH_S: Final = 0.001
-REMOVE_DEADLINE_MAX_S: Final = 10.0
-#: How often a removal that waits for its nodes looks again, should a wake-up be missed.
+#: How often an order that waits for its nodes looks again, should a wake-up be missed.
 REMOVE_POLL_S: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    removed: int
-    unreached: list[str]
-
-
 class Hub:
-    """Thread-safe face of :class:`MasterState`."""
+    """Thread-safe face of :class:`MasterState`: whoever wants something of it brings a function, and the hub calls that
+    under the lock and carries out the commands that it led to."""
 
     def __init__(
         self,
@@ -91,7 +77,7 @@ class Hub:
         saved = store.load()
         standing = Standing(leading=False, master_id=self.master_id, heard=saved.leader_epoch)
         if not store.shared:
-            standing.lead(self._sole_epoch(saved.leader_epoch))
+            standing.lead(next_epoch(store, self.master_id, saved.leader_epoch))
         self._stamp = Stamp(standing.epoch, self.master_id) if standing.leading else NOBODY
         self._state = MasterState(clock(), rng, saved, grace_s, standing)
         self.lookup_log = LookupLog(WhatIf(random.Random(rng.getrandbits(64))))
@@ -202,128 +188,37 @@ class Hub:
             if isinstance(command, m.Report):
                 log.info(command.event, **command.fields)
 
-    # ------------------------------------------------------------------ clients' calls
-
-    def open_namespace(self, namespace: Namespace) -> tuple[int, int]:
-        """(handle, weight epoch) of a namespace."""
-        with self._lock:
-            opened, commands = self._state.open_namespace(namespace)
-            self._deliver(commands)
-        self._settle(commands)
-        return opened.handle, opened.group.epoch
-
-    def opened(self, handle: int) -> Opened:
-        with self._lock:
-            return self._state.namespaces.by_handle(handle)
-
-    def named(self, namespace: Namespace) -> Opened:
-        """Open a namespace and return it: what gRPC callers do in one step."""
-        handle, _ = self.open_namespace(namespace)
-        return self.opened(handle)
-
-    def lookup(
-        self,
-        opened: Opened,
-        salt: str,
-        hashes: bytes,
-        boot_id: str,
-        epoch: int | None = None,
-        request: str = "",
-        avoid: Collection[m.Process] = (),
-    ) -> tuple[LookedUp, dict[int, m.NodeFacts]]:
-        """Where blocks are, and the nodes that the codes' slots name.
-
-        ``epoch`` is what the asker's handle is pinned to; a named ``request`` can be explained later.
-        ``avoid`` as for :meth:`Questions.lookup`.
-        """
-        began = time.perf_counter()
-        check_salt(salt)
-        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
-        with self._lock:
-            now = self._clock()
-            group = opened.group.number
-            answer = self._state.questions.lookup(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
-            self._state.questions.asked(opened, salt, hashes, now)
-            if request:
-                self._state.questions.note_lookup(request, opened, salt, keys, answer, now)
-            facts = self._state.membership.slot_facts
-        self.metrics.looked_up(answer, time.perf_counter() - began)
-        if not answer.not_yet:
-            self._log(opened, salt, keys, answer.found.present, now)
-        return answer, facts
-
-    def place(
-        self,
-        opened: Opened,
-        salt: str,
-        hashes: bytes,
-        boot_id: str,
-        epoch: int | None = None,
-        avoid: Collection[m.Process] = (),
-    ) -> tuple[Placed, dict[int, m.NodeFacts]]:
-        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`Questions.place`,
-        and :class:`NotLeader` when another master leads: its placement is the better one."""
-        check_salt(salt)
-        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
-        with self._lock:
-            now = self._clock()
-            self._require_leader(or_none=True)
-            placed = self._state.questions.place(
-                opened.namespace, opened.group.number, salt, keys, boot_id, now, epoch, avoid
-            )
-            commands = self._state.taken()
-            self._deliver(commands)
-            facts = self._state.membership.slot_facts
-        if commands:
-            self._settle(commands)
-        self.metrics.placed(np.bincount(placed.states, minlength=4))
-        self._log(opened, salt, keys, None, now)
-        return placed, facts
-
-    def _log(self, opened: Opened, salt: str, keys: Keys, present: npt.NDArray[np.bool_] | None, now: float) -> None:
-        """Have a call heard for the what-if predictions, later."""
-        nbytes = opened.namespace.block_bytes * opened.namespace.shard_count
-        self.lookup_log.put(Call(opened.group.number, salt, keys, present, nbytes, now))
-
-    def miss(self, report: m.MissReport) -> None:
-        with self._lock:
-            opened = self._state.namespaces.by_handle(report.handle)
-        check_salt(report.salt)
-        _whole(report.hashes, opened.namespace.hash_bytes)
-        self.handle(report)
-
-    def remove(self, opened: Opened, salt: str, hashes: bytes, deadline_s: float) -> Removed:
-        """Remove blocks everywhere; waits at most ``deadline_s`` for the attached nodes to confirm.
-
-        Raises :class:`Unavailable` when nodes are away and the store cannot remember the removal for them.
-        """
-        check_salt(salt)
-        _whole(hashes, opened.namespace.hash_bytes)
-        deadline = time.monotonic() + min(deadline_s, REMOVE_DEADLINE_MAX_S)
-        removal = self.order(lambda state, now: state.remove(opened.namespace, salt, hashes, now), durable=False)
-        unreached = self.confirmations(removal.command, removal.awaited, deadline)
-        if unreached and not self.durable():
-            problem = self.why_not_durable()
-            raise Unavailable(f"removed, but {', '.join(unreached)} may not learn of it after a restart: {problem}")
-        return Removed(removal.removed, unreached)
-
     # ------------------------------------------------------------------ orders to nodes
 
-    def order(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]], *, durable: bool = True) -> T:
-        """Change the state under the lock, and carry out what follows.
-
-        Raises :class:`NotLeader` when this master does not lead, and :class:`Unavailable` for a change that is worth
-        nothing unless ``durable``, while a store that masters share does not answer.
-        """
+    def change(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]]) -> T:
+        """Change the state under the lock, and carry out what follows. Raises what ``change`` does."""
         with self._lock:
-            self._require_leader()
-            problem = self.store_problem() if durable else ""
-            if problem:
-                raise Unavailable(f"nothing was changed, because it could not be kept: {problem}; try again later")
             result, commands = change(self._state, self._clock())
             self._deliver(commands)
         self._settle(commands)
         return result
+
+    def order(
+        self,
+        change: Callable[[MasterState, float], tuple[T, list[m.Command]]],
+        *,
+        durable: bool = True,
+        or_none: bool = False,
+    ) -> T:
+        """As :meth:`change`, for what the leader alone may do; with ``or_none`` any master that knows of no leader.
+
+        Raises :class:`NotLeader` when this master may not, and :class:`Unavailable` for a change that is worth
+        nothing unless ``durable``, while a store that masters share does not answer.
+        """
+
+        def allowed(state: MasterState, now: float) -> tuple[T, list[m.Command]]:
+            self._require_leader(or_none=or_none)
+            problem = self.store_problem() if durable else ""
+            if problem:
+                raise Unavailable(f"nothing was changed, because it could not be kept: {problem}; try again later")
+            return change(state, now)
+
+        return self.change(allowed)
 
     def confirmations(self, command: int, awaited: frozenset[str], deadline: float) -> list[str]:
         """Wait until the ``awaited`` nodes have confirmed; returns all nodes that have not.
@@ -393,75 +288,31 @@ class Hub:
         with self._lock:
             return replace(self._state.standing)
 
-    def lead(self, saved: Saved, epoch: int) -> None:
-        """Begin to lead by what the store has, in an epoch that it gave."""
-        self._succeed(lambda state, now: succession.take_over(state, saved, epoch, now), Stamp(epoch, self.master_id))
-
-    def lead_on(self, epoch: int) -> None:
-        """Go on leading in a greater epoch."""
-        self._succeed(lambda state, now: succession.go_on(state, epoch), Stamp(epoch, self.master_id))
-
-    def step_down(self, reason: str) -> None:
-        """Another master leads, or may: what waits to be written is not this one's to write."""
-        self._succeed(lambda state, now: succession.step_down(state, reason, now), NOBODY)
-
-    def follow(self, saved: Saved, *, exact: bool = False) -> None:
-        """Take note of what the leader has saved; see :func:`succession.follow`."""
-        self._succeed(lambda state, now: succession.follow(state, saved, now, exact=exact), NOBODY)
-
-    def reconcile(self, saved: Saved) -> bool:
-        """Write again what a store that has only ``saved`` lacks; True once it is in."""
+    def succeed(self, change: Callable[[MasterState, float], list[m.Command]], epoch: int | None = None) -> None:
+        """Change who leads: this master in ``epoch``, or another. What waits for the journal is as the leader's."""
         with self._lock:
-            commands = succession.reconcile(self._state, saved, self._clock())
-            self._deliver(commands)
-        self._settle(commands)
-        return self.durable()
-
-    def _succeed(self, change: Callable[[MasterState, float], list[m.Command]], stamp: Stamp) -> None:
-        with self._lock:
-            self._stamp = stamp
+            self._stamp = NOBODY if epoch is None else Stamp(epoch, self.master_id)
             if self._store.shared:
-                self.journal.serve(stamp.epoch)
+                self.journal.serve(self._stamp.epoch)
             commands = change(self._state, self._clock())
             self._deliver(commands)
             self._confirmed.notify_all()
         self._settle(commands)
 
-    def _sole_epoch(self, heard: int) -> int:
-        """The next epoch of a store that has one master."""
-        me = LeaderRecord(self.master_id, heard)
-        try:
-            self._store.resign(me)
-            return self._store.campaign(me, 0).epoch
-        except Unavailable as error:
-            log.warning("the leader's epoch is not kept", reason=str(error))
-            return heard + 1
-
     def _outdo(self, event: m.Attach) -> None:
         """The node has obeyed a master of which the store knows nothing: it was another file, or none."""
         with self._lock:
-            standing = self._state.standing
-            ours = event.leader_epoch == standing.epoch and event.leader_id in ("", standing.master_id)
-            heard = max(event.leader_epoch, standing.heard)
-        if event.leader_epoch < standing.epoch or ours or heard >= EPOCH_MAX:
-            return
-        self.lead_on(self._sole_epoch(heard))
+            heard = self._state.standing.outdone(event.leader_epoch, event.leader_id)
+        if heard is not None:
+            epoch = next_epoch(self._store, self.master_id, heard)
+            self.succeed(lambda state, now: succession.go_on(state, epoch), epoch)
 
     # ------------------------------------------------------------------ health
 
     def read(self, question: Callable[[MasterState, float], T]) -> T:
-        """Ask the state something under the lock. The question must be quick and keep nothing."""
+        """Ask the state under the lock what leads to no command. The question must be quick and keep nothing."""
         with self._lock:
             return question(self._state, self._clock())
 
     def uptime_s(self) -> float:
         return self._clock() - self.started_at
-
-
-def _whole(hashes: bytes, hash_bytes: int) -> int:
-    """``hash_bytes``, if ``hashes`` is a whole number of them within the bound."""
-    if len(hashes) % hash_bytes:
-        raise InvalidArgument(f"hashes are {len(hashes)} bytes: not a multiple of hash_bytes = {hash_bytes}")
-    if len(hashes) > HASHES_MAX * hash_bytes:
-        raise InvalidArgument(f"{len(hashes) // hash_bytes} hashes in one call: at most {HASHES_MAX} are allowed")
-    return hash_bytes

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 
 from kvstrata.master import messages as m
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import attach_of, events_of, message_of, stamped
 from kvstrata.master.hub import Hub
@@ -63,6 +64,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
         self._roll = roll
         self._hub = hub
         self._views = views
+        self._calls = ClientCalls(hub)
         self._content = Content(hub)
         self._tenants = Tenants(hub, self._content)
         self._replicating = Replicating(hub)
@@ -80,23 +82,23 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def LookupBlocks(self, request: control.NamedLookup, context: grpc.ServicerContext) -> pb.LookupOk:
         def call() -> pb.LookupOk:
-            opened = self._hub.named(Namespace.from_spec(request.spec))
-            answer, nodes = self._hub.lookup(opened, request.salt, request.hashes, "")
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
+            answer, nodes = self._calls.lookup(opened, request.salt, request.hashes, "")
             return lookup_ok(answer, opened.namespace.shard_count, nodes)
 
         return _answered(context, call)
 
     def PlaceBlocks(self, request: control.NamedPlace, context: grpc.ServicerContext) -> pb.PlaceOk:
         def call() -> pb.PlaceOk:
-            opened = self._hub.named(Namespace.from_spec(request.spec))
-            return place_ok(*self._hub.place(opened, request.salt, request.hashes, request.boot_id))
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
+            return place_ok(*self._calls.place(opened, request.salt, request.hashes, request.boot_id))
 
         return _answered(context, call)
 
     def RemoveBlocks(self, request: control.NamedRemove, context: grpc.ServicerContext) -> pb.RemoveOk:
         def call() -> pb.RemoveOk:
-            opened = self._hub.named(Namespace.from_spec(request.spec))
-            result = self._hub.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
+            result = self._calls.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
             return pb.RemoveOk(removed=result.removed, unreached=result.unreached)
 
         return _answered(context, call)

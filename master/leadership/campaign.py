@@ -10,6 +10,7 @@ from typing import Final
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership.election import TTL_S, TURN_S, Ask, Election, Move
+from kvstrata.master.leadership.office import Office
 from kvstrata.master.state import Saved
 from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.proto.errors import KVError, Unavailable
@@ -53,6 +54,7 @@ class Campaign:
     ) -> None:
         self.election = Election(hub.master_id, clock())
         self._hub = hub
+        self._office = Office(hub)
         self._store = store
         self._me = me
         self._clock = clock
@@ -123,7 +125,7 @@ class Campaign:
     def _act(self, move: Move, why: str) -> None:
         if move is Move.STEP_DOWN:
             self._was_leader = True
-            self._hub.step_down(why)
+            self._office.step_down(why)
         elif move is Move.LEAD:
             self._lead()
         elif move is Move.FOLLOW:
@@ -133,7 +135,7 @@ class Campaign:
         epoch = self.election.epoch
         if self._hub.standing().leading:
             self._lost = True  # the lease was gone: so may be the rest
-            self._hub.lead_on(epoch)
+            self._office.lead_on(epoch)
             return
         try:
             saved = self._store.load()
@@ -144,7 +146,7 @@ class Campaign:
         if self._saved is not None and (self._emptied or saved.revision < self._seen):
             self._lost = True
             saved = replace(self._saved, last_command=max(saved.last_command, self._saved.last_command))
-        self._hub.lead(saved, epoch)
+        self._office.lead(saved, epoch)
         self._was_leader = False
 
     def _give_up_lease(self) -> None:
@@ -158,7 +160,7 @@ class Campaign:
     def _keep_up(self) -> None:
         """The leader gives a store back what it lost; the others read what the leader wrote."""
         if self.election.leading:
-            if self._lost and self._hub.reconcile(self._store.load()):
+            if self._lost and self._office.reconcile(self._store.load()):
                 self._lost = self._emptied = False
                 self._seen = self._store.revision()
             return
@@ -170,7 +172,7 @@ class Campaign:
         saved = self._store.load()
         self._saved, self._seen = saved, saved.revision
         self._emptied = self._lost = False
-        self._hub.follow(saved, exact=self._was_leader)
+        self._office.follow(saved, exact=self._was_leader)
         self._was_leader = False
 
     def _listen(self) -> None:

@@ -37,6 +37,12 @@ class Standing:
         if self.leading and epoch and epoch == self.epoch and leader_id not in ("", self.master_id):
             self.contested = True
 
+    def outdone(self, epoch: int, leader_id: str) -> int | None:
+        """The epoch past which to lead for a node to obey, that has obeyed the leader of ``epoch``; None if it will."""
+        ours = epoch == self.epoch and leader_id in ("", self.master_id)
+        heard = max(epoch, self.heard)
+        return None if epoch < self.epoch or ours or heard >= EPOCH_MAX else heard
+
     def lead(self, epoch: int) -> None:
         """Lead from now on, or go on in a greater epoch."""
         if not self.leading:

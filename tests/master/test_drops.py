@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvstrata.master import messages as m
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.content import listing as listing_module
 from kvstrata.master.content.calls import Content
 from kvstrata.master.content.listing import Listing
@@ -281,13 +282,14 @@ def test_a_drop_outlives_the_master(tmp_path: Path, wires: Any, closing: Make) -
 def test_what_was_known_of_the_uses_of_a_dropped_tenant_is_forgotten(
     master: Master, stub: control_pb2_grpc.MasterStub, eventually: Make
 ) -> None:
-    opened, log = master.hub.named(NS), master.hub.lookup_log
+    calls, log = ClientCalls(master.hub), master.hub.lookup_log
+    opened = calls.open_namespace(NS)
 
     def asked() -> list[int]:
         return log.read(lambda what_if: [what_if.asked_by(salt).blocks_asked for salt in (SALT, OTHER)])
 
     for salt in (SALT, OTHER):
-        master.hub.lookup(opened, salt, os.urandom(16), "")
+        calls.lookup(opened, salt, os.urandom(16), "")
     eventually(lambda: asked() == [1, 1])
     stub.RemoveTenant(control.TenantRemove(salt=SALT, drop_blocks=True))
     eventually(lambda: asked() == [0, 1])

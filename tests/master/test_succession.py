@@ -7,9 +7,11 @@ import random
 import pytest
 
 from kvstrata.master import messages as m
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership import succession
 from kvstrata.master.leadership.campaign import Campaign
+from kvstrata.master.leadership.office import Office
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.outbox import Outbox, Stamp
 from kvstrata.master.state import COMMAND_BITS, MasterState, Saved
@@ -278,6 +280,9 @@ class Pair:
             self.campaigns[name].turn()
             self.campaigns[name].election.check()
 
+    def calls(self, name: str) -> ClientCalls:
+        return ClientCalls(self.hubs[name])
+
     def leads(self) -> str:
         return "".join(name for name, hub in self.hubs.items() if hub.leads()[0])
 
@@ -313,11 +318,11 @@ def test_one_of_two_leads_and_the_other_says_who(pair: Pair) -> None:
     assert pair.hubs["b"].leads() == (False, "a:1")
     with pytest.raises(NotLeader, match=r"the leader is a:1$"):
         pair.limit("b")
-    opened = pair.hubs["b"].named(NS)
+    opened = pair.calls("b").open_namespace(NS)
     with pytest.raises(NotLeader, match=r"the leader is a:1$"):
-        pair.hubs["b"].place(opened, "", hashes(1), "")
+        pair.calls("b").place(opened, "", hashes(1), "")
     with pytest.raises(NotLeader):
-        pair.hubs["b"].remove(opened, "", hashes(1), 0.0)
+        pair.calls("b").remove(opened, "", hashes(1), 0.0)
 
 
 def test_orders_are_stamped_with_who_leads(pair: Pair) -> None:
@@ -380,8 +385,8 @@ def test_without_the_store_the_leader_goes_on_and_changes_are_refused(pair: Pair
     assert pair.leads() == "a" and pair.hubs["b"].leads() == (False, "a:1")
     with pytest.raises(Unavailable, match="nothing was changed"):
         pair.limit("a", "u")
-    opened = pair.hubs["a"].named(NS)
-    pair.hubs["a"].place(opened, "", b"", "")
+    opened = pair.calls("a").open_namespace(NS)
+    pair.calls("a").place(opened, "", b"", "")
     pair.server.down = False
     pair.turn()
     pair.limit("a", "u")
@@ -393,8 +398,8 @@ def test_without_the_store_and_the_leader_a_standby_places(pair: Pair) -> None:
     pair.cut.add("a")
     pair.turn("b", seconds=3)
     assert pair.hubs["b"].leads() == (False, "")
-    opened = pair.hubs["b"].named(NS)
-    pair.hubs["b"].place(opened, "", b"", "")
+    opened = pair.calls("b").open_namespace(NS)
+    pair.calls("b").place(opened, "", b"", "")
     with pytest.raises(NotLeader, match="there is none now"):
         pair.limit("b")
 
@@ -443,7 +448,7 @@ def test_who_resigns_hands_over_at_once(pair: Pair) -> None:
 def test_waiting_for_nodes_ends_when_deposed(pair: Pair) -> None:
     pair.attach("a")
     removal = pair.hubs["a"].order(lambda state, now: state.remove(NS, "", hashes(1), now), durable=False)
-    pair.hubs["a"].step_down("a test")
+    Office(pair.hubs["a"]).step_down("a test")
     with pytest.raises(Unavailable, match="deposed"):
         pair.hubs["a"].confirmations(removal.command, removal.awaited, 1e9)
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.directory.table import fold
 from kvstrata.master.liveness import NodeState as Liveness
 from kvstrata.master.state import MasterState
@@ -175,7 +176,7 @@ class Checks:
         hub, ns = master.hub, namespace(group)
         assert hub is not None
         keys = every_key(group)
-        opened = hub.named(ns)
+        opened = ClientCalls(hub).open_namespace(ns)
         packed = b"".join(keys)
         answer = hub.read(
             lambda state, now: state.questions.lookup(

@@ -123,10 +123,10 @@ class MasterHost:
         self.deliver()
 
     def _remove(self, end: End, ask: Ask) -> None:
-        """As :meth:`Hub.remove`, which waits in a thread."""
+        """As :meth:`ClientCalls.remove`, which waits in a thread."""
         assert self.hub is not None
         request = pb.Remove.FromString(ask.message)
-        opened = self.hub.opened(request.ns)
+        opened = self.hub.read(lambda state, now: state.namespaces.by_handle(request.ns))
         hashes = frozenset(split_hashes(request.hashes, opened.namespace.hash_bytes))
         clearing = Clearing("a removal", opened.namespace.group, self.world.now, request.salt, hashes)
         removal = self.hub.order(

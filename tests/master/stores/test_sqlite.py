@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.journal import PENDING_MAX, Journal
 from kvstrata.master.messages import (
@@ -247,11 +248,12 @@ def test_a_removal_that_cannot_be_remembered_for_an_absent_node_says_so() -> Non
     store = RefusingStore(None)
     store.save([SaveNode("away", 1, 1 << 30, gone=False)])
     hub = Hub(store, random.Random(0), grace_s=0.0)
-    opened = hub.named(NS)
-    assert hub.remove(opened, "", bytes(32), deadline_s=0.0).unreached == ["away"]
+    calls = ClientCalls(hub)
+    opened = calls.open_namespace(NS)
+    assert calls.remove(opened, "", bytes(32), deadline_s=0.0).unreached == ["away"]
     store.refuses = True
     with pytest.raises(Unavailable, match="away may not learn of it"):
-        hub.remove(opened, "", bytes(32), deadline_s=0.0)
+        calls.remove(opened, "", bytes(32), deadline_s=0.0)
     store.close()
 
 
