@@ -156,7 +156,7 @@ class MasterState:
             m.CommandDone: self._command_done,
             m.CopyDone: self._spoken(self.replication.copy_done),
             m.Offer: self._spoken(self.replication.offered),
-            m.Leaving: self._spoken(self.replication.stopping),
+            m.Leaving: self._spoken(self.replication.leavers.stopping),
             m.StatusReport: self.membership.status,
             m.Detach: self.membership.detach,
             m.LinkLost: self.membership.link_lost,
@@ -287,8 +287,8 @@ class MasterState:
         return self.clearing.drop(group, salt, erase, now), self._take_out()
 
     def remove_node(self, node_id: str, force: bool, now: float) -> list[m.Command]:
-        """Take a node off the roster: see :meth:`Replication.remove`. Nothing waits for it any more."""
-        self.replication.remove(node_id, now, force=force)
+        """Take a node off the roster: see :meth:`Leavers.remove`. Nothing waits for it any more."""
+        self.replication.leavers.remove(node_id, now, force=force)
         self.removals.forget(node_id)
         self.clearing.forget(node_id)
         return self._take_out()

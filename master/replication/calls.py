@@ -25,9 +25,9 @@ class Replicating:
 
         def change(state: MasterState, now: float) -> tuple[control.NodeRow, list[Command]]:
             if request.cancel:
-                state.replication.undrain(request.node_id)
+                state.replication.leavers.undrain(request.node_id)
             else:
-                state.replication.drain(request.node_id, request.budget_ms / 1000, now)
+                state.replication.leavers.drain(request.node_id, request.budget_ms / 1000, now)
             return node_row(state, request.node_id, now), state.taken()
 
         row = self._hub.order(change)

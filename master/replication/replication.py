@@ -20,8 +20,9 @@ from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node
 from kvstrata.master.replication.copies import LANDING_S, Copies, Copy, TakeNumber
-from kvstrata.master.replication.drains import ATTEMPTS, Drain, Drains
+from kvstrata.master.replication.drains import ATTEMPTS, Drains
 from kvstrata.master.replication.hot import COPIED_AT_ONCE, Hot
+from kvstrata.master.replication.leavers import Leavers
 from kvstrata.master.replication.planner import Planner, Why
 from kvstrata.master.replication.replicas import Replicas
 from kvstrata.master.replication.rules import Rules
@@ -29,13 +30,10 @@ from kvstrata.master.replication.scan import NAMED_BYTES, SLOTS_A_STEP, Scan
 from kvstrata.master.replication.targets import Targets
 from kvstrata.master.replication.trims import Trims
 from kvstrata.master.replication.waiting import Piece, Recent, Waiting
-from kvstrata.proto.errors import InvalidArgument, Refused
 from kvstrata.proto.status import CopyReason
 
 #: Blocks looked at in one tick, by each of what is new, what was asked for lately and what a scan has found.
 LOOKED_AT: Final = 2048
-#: Nodes that stay are told so, so long after this master began to lead: those that stop have said so by then.
-REASSURE_S: Final = 5.0
 #: What has just been stored waits so long: its writer may be storing it elsewhere too.
 NEW_S: Final = 0.5
 RETRY_S: Final = 1.0
@@ -72,6 +70,7 @@ class Replication:
         self.replicas = Replicas(directory, membership.nodes)
         self.planner = Planner(directory, namespaces, self.replicas, self.copies, scope, take_number, emit)
         self.drains = Drains(directory, self.replicas, self.copies, self.planner, self._table_of, take_number, emit)
+        self.leavers = Leavers(membership, self.drains, standing, emit, now)
         self.hot = Hot()
         self.trims = Trims(directory, self.replicas, self.copies, emit, self.hot.kept)
         self.scan = Scan(directory, namespaces, self.rules, self.replicas)
@@ -87,12 +86,10 @@ class Replication:
         self._cold = Waiting(COLD_MAX)
         self._terms = standing.terms
         self._began_at = now
-        self._reassured = False
         self._repair_at: float | None = None
         self._joining_since: float | None = None
         self._asked_at = -INVENTORY_S
         self._asked: str | None = None
-        self._stopping: dict[str, int] = {}
 
     def load(self, saved_rules: Iterable[m.SaveReplicas], roster: Iterable[m.SaveNode]) -> None:
         """What is durable, in place of what was known: rules, and which nodes are to leave."""
@@ -120,47 +117,6 @@ class Replication:
             self._namespaces.named(group)
         self.rules.set(group, salt, count)
         self.scan.again()
-
-    def drain(self, node_id: str, budget_s: float, now: float) -> Drain:
-        """A node is to be emptied, within ``budget_s`` (0: as long as it takes). Raises :class:`InvalidArgument`."""
-        node = self._node(node_id)
-        if not node.draining:
-            node.draining = True
-            self._emit(node.saved())
-        return self.drains.begin(node, budget_s, now)
-
-    def undrain(self, node_id: str) -> None:
-        """A node stays after all. Raises :class:`InvalidArgument`."""
-        node = self._node(node_id)
-        self._stopping.pop(node_id, None)
-        changed, node.draining, node.stopping = node.draining, False, False
-        if changed:
-            self._emit(node.saved())
-        self.drains.cancel(node)
-
-    def remove(self, node_id: str, now: float, *, force: bool = False) -> None:
-        """Take a node off the roster: nobody waits for it any more.
-
-        Raises :class:`InvalidArgument`, and :class:`Refused` for a node that is here, unless ``force``.
-        """
-        node = self._node(node_id)
-        if node.attachment is not None and not force:
-            drain = self.drains.of(node_id)
-            how = (
-                "stop its process"
-                if drain is not None and drain.ended_at is not None
-                else (f"`kvstrata node drain {node_id}` first, and stop its process")
-            )
-            raise Refused(f"node {node_id} is {node.state.value}: {how}, or --force to cut it off")
-        self.drains.forget(node_id)
-        self._stopping.pop(node_id, None)
-        self._membership.remove(node, now)
-
-    def _node(self, node_id: str) -> Node:
-        node = self._membership.nodes.get(node_id)
-        if node is None:
-            raise InvalidArgument(f"no node {node_id!r} is known: `kvstrata node list` shows them")
-        return node
 
     # ------------------------------------------------------------------ what nodes and clients say
 
@@ -209,15 +165,6 @@ class Replication:
         if node is not None:
             self.drains.offered(node, event, now)
 
-    def stopping(self, event: m.Leaving, now: float) -> None:
-        """A node will stop, and asks to be drained first."""
-        node = self._membership.nodes.of_session(event.session)
-        if not self._standing.leading or node is None or node.attachment is None:
-            return
-        node.stopping = True
-        self._stopping[node.node_id] = node.attachment.facts.incarnation
-        self.drains.begin(node, event.budget_s, now)
-
     def _table_of(self, holding: m.Holding) -> TableKey | None:
         group = self._namespaces.find(holding.namespace)
         if group is None or group.epoch != holding.epoch:
@@ -249,7 +196,7 @@ class Replication:
         if self.replicas.refresh(now):
             self._repair_at = now + REPAIR_AFTER_S
             self.scan.again()
-        self._see_who_stops(now)
+        self.leavers.turn(now)
         linked = {
             node.node_id: node.attachment.session
             for node in self._membership.nodes
@@ -270,34 +217,13 @@ class Replication:
 
     def _new_term(self, now: float) -> None:
         """This master begins to lead, or ceases to: what was ordered is no concern of it any more."""
-        self._terms, self._began_at, self._reassured = self._standing.terms, now, False
+        self._terms, self._began_at = self._standing.terms, now
         self.copies.forget()
-        self.drains.clear()
         for waiting in (self._fresh, self._lost, self._cold):
             waiting.clear()
         self.scan.again()
-        for node in self._membership.nodes:
-            node.stopping = False
-        self._stopping.clear()
+        self.leavers.new_term(now)
         self._repair_at = self._asked = None
-
-    def _see_who_stops(self, now: float) -> None:
-        """Who said that it would stop has stopped, or is another process; who is to be drained is told."""
-        for node_id, incarnation in list(self._stopping.items()):
-            if not self._membership.knows(node_id, incarnation):
-                del self._stopping[node_id]
-                self.drains.forget(node_id)
-                node = self._membership.nodes.get(node_id)
-                if node is not None:
-                    node.stopping = False
-        if not self._reassured and now - self._began_at >= REASSURE_S:
-            self._reassured = True
-            for node in self._membership.nodes:
-                if not node.leaving:
-                    self.drains.reassure(node)
-        for node in self._membership.nodes:
-            if node.draining and node.serving and self.drains.of(node.node_id) is None:
-                self.drains.begin(node, 0.0, now)
 
     def _all_here(self, now: float) -> bool:
         """Whether every node of the roster is here, or has had the time to come."""
@@ -399,5 +325,4 @@ class Replication:
         self.hot.check()
         for waiting in (self._fresh, self._lost, self._cold):
             waiting.check()
-        for node_id in self._stopping:
-            assert node_id
+        self.leavers.check()

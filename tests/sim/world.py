@@ -157,9 +157,9 @@ class World:
 
         def change(state: MasterState, now: float) -> tuple[None, list[m.Command]]:
             if cancel:
-                state.replication.undrain(node)
+                state.replication.leavers.undrain(node)
             else:
-                state.replication.drain(node, 0.0, now)
+                state.replication.leavers.drain(node, 0.0, now)
             return None, state.taken()
 
         hub.order(change)

@@ -309,7 +309,7 @@ class Pool:
         self.take(self.state.taken())
 
     def drain(self, node_id: str, budget_s: float = 0.0) -> None:
-        self.state.replication.drain(node_id, budget_s, self.now)
+        self.state.replication.leavers.drain(node_id, budget_s, self.now)
         self.take(self.state.taken())
 
     def drain_of(self, node_id: str) -> Drain:

@@ -108,7 +108,7 @@ def test_undrain_takes_it_back() -> None:
     pool.drain("n0")
     pool.run(1)
     assert pool.nodes["n0"].draining
-    pool.state.replication.undrain("n0")
+    pool.state.replication.leavers.undrain("n0")
     pool.take(pool.state.taken())
     pool.run(1)
     assert not pool.nodes["n0"].draining
@@ -238,7 +238,7 @@ def test_a_node_that_is_away_hears_later_that_it_stays() -> None:
     pool.drain("n0")
     pool.run(1)
     pool.tell(m.LinkLost(node.session))
-    pool.state.replication.undrain("n0")
+    pool.state.replication.leavers.undrain("n0")
     pool.take(pool.state.taken())
     assert node.draining
     command = node.draining

@@ -84,7 +84,7 @@ class Replicated(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def undrain(self, name: str) -> None:
         if self.pool.state.nodes.get(name) is not None:
-            self.pool.state.replication.undrain(name)
+            self.pool.state.replication.leavers.undrain(name)
             self.pool.take(self.pool.state.taken())
 
     @rule(name=st.sampled_from(NAMES))
