@@ -13,19 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import xxhash
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
-from kvstrata.proto.errors import Busy, InvalidArgument, KVError, ProtocolError, Unavailable
-from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
+from kvstrata.proto.errors import Busy, KVError, Unavailable
 from kvstrata.proto.logs import get_logger
-from kvstrata.proto.status import BlockStatus, CopyReason, Tier
+from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.bandwidth import Pace
 from kvstrata.storage.copying.book import Answer, Copy
-from kvstrata.storage.copying.intake import CopyIntake, Piece, Told
+from kvstrata.storage.copying.intake import CopyIntake, Piece
+from kvstrata.storage.copying.messages import copy_of, granted_of
 from kvstrata.storage.records import IN_FLIGHT
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.movers import header
@@ -47,8 +46,6 @@ IDLE_S: Final = 0.5
 STUCK_S: Final = 30.0
 #: A source is given this long for one piece.
 PIECE_S: Final = 10.0
-#: An order's time when its master gives none.
-ORDER_S: Final = 60.0
 #: Channels to sources that are kept open.
 SOURCES_MAX: Final = 16
 STOP_S: Final = 2.0
@@ -115,7 +112,7 @@ class Copier:
     def take(self, message: control.CopyCommand, leader_epoch: int, answer: Answer) -> None:
         """An order of a master. It is answered once, also when it is refused."""
         try:
-            copy = self._copy_of(message, leader_epoch, answer)
+            copy = copy_of(message, leader_epoch, answer, self._clock())
         except KVError as error:
             with self._lock:
                 self._book.counts.orders_refused += 1
@@ -129,32 +126,6 @@ class Copier:
             return
         with self._arrived:
             self._arrived.notify()
-
-    def _copy_of(self, message: control.CopyCommand, leader_epoch: int, answer: Answer) -> Copy:
-        """Raises :class:`KVError` for what cannot be carried out."""
-        namespace = Namespace.from_spec(message.spec)
-        check_salt(message.salt)
-        count, rest = divmod(len(message.hashes), namespace.hash_bytes)
-        if rest or not 1 <= count <= HASHES_MAX:
-            raise InvalidArgument(f"{len(message.hashes)} bytes of hashes: 1 to {HASHES_MAX} whole ones")
-        try:
-            tier, reason = Tier(message.tier), CopyReason(message.reason)
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from error
-        source = message.source
-        width = namespace.hash_bytes
-        return Copy(
-            number=(leader_epoch, message.command),
-            source=Endpoint(source.node_id, source.incarnation, source.channel, source.unix_path, source.boot_id),
-            namespace=namespace,
-            salt=message.salt,
-            hashes=[message.hashes[row * width : (row + 1) * width] for row in range(count)],
-            epoch=message.epoch,
-            tier=tier,
-            reason=reason,
-            deadline=self._clock() + (message.deadline_ms / 1e3 or ORDER_S),
-            answer=answer,
-        )
 
     def _stopped(self, copy: Copy) -> control.CopyDone:
         copy.settle(BlockStatus.ABORTED)
@@ -267,7 +238,7 @@ class Copier:
             if self._stopping:
                 raise Unavailable("this node is stopping")
             reply = expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK)
-            granted, told = _read(reply, copy, positions, frame.raw_bytes)
+            granted, told = granted_of(reply, copy, positions, frame.raw_bytes)
             with self._lock:
                 for position, status in zip(positions, reply.status, strict=True):
                     if status != _LOADED and copy.status[position] == _UNKNOWN:
@@ -370,24 +341,3 @@ class Copier:
             log.warning("stopping: a copy does not end, going on without it")
         for link in links:
             link.channel.close()
-
-
-def _read(reply: pb.AcquireOk, copy: Copy, positions: Sequence[int], raw_bytes: int) -> tuple[list[int], list[Told]]:
-    """(positions that come, what is said of each). Raises :class:`ProtocolError` for an answer that is none."""
-    if len(reply.status) != len(positions):
-        raise ProtocolError(f"{len(reply.status)} statuses for {len(positions)} blocks")
-    granted = [position for position, status in zip(positions, reply.status, strict=True) if status == _LOADED]
-    width, count = copy.namespace.hash_bytes, len(granted)
-    expected = (count * 8, count * width, count * 4, count * 4, count * copy.namespace.block_bytes)
-    found = (len(reply.checksum), len(reply.before), len(reply.index), len(reply.idle_ms), raw_bytes)
-    if found != expected:
-        raise ProtocolError(f"an answer of {found} bytes for {count} blocks to copy: expected {expected}")
-    checksums = np.frombuffer(reply.checksum, "<u8").tolist()
-    index = np.frombuffer(reply.index, "<u4").tolist()
-    idle_ms = np.frombuffer(reply.idle_ms, "<u4").tolist()
-    nothing = bytes(width)
-    told = []
-    for row in range(count):
-        before = reply.before[row * width : (row + 1) * width]
-        told.append(Told(checksums[row], b"" if before == nothing else before, index[row], idle_ms[row] / 1e3))
-    return granted, told

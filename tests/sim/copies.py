@@ -14,8 +14,9 @@ from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.bandwidth import Pace
 from kvstrata.storage.copying.book import Answer, Copy
-from kvstrata.storage.copying.copier import COPY, PIECE_S, Copier, _read
+from kvstrata.storage.copying.copier import COPY, PIECE_S, Copier
 from kvstrata.storage.copying.intake import Piece
+from kvstrata.storage.copying.messages import granted_of
 from tests.sim.clock import Broken, Steps
 from tests.sim.memory import scribble
 from tests.sim.oracle import BLOCK_BYTES
@@ -107,7 +108,7 @@ class SimCopier:
         ).SerializeToString()
         answer = yield conn.ask(Kind.ACQUIRE, message, left)
         reply = pb.AcquireOk.FromString(answer.message)
-        granted, told = _read(reply, copy, positions, len(answer.raw))
+        granted, told = granted_of(reply, copy, positions, len(answer.raw))
         for position, status in zip(positions, reply.status, strict=True):
             if status != _LOADED and copy.status[position] == _UNKNOWN:
                 copy.status[position] = status
