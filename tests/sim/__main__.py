@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
 import time
 
+from tests.sim.jobs import results
 from tests.sim.mutants import MUTANTS
 from tests.sim.plan import FAULTS, planned
-from tests.sim.runner import run
 from tests.sim.shrink import shrunk
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; empty for none")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="break the shipped code on purpose")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds after which no further seed is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that fails")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds for making a failing story short")
     parser.add_argument("--story", action="store_true", help="also of seeds in which all held")
@@ -33,8 +35,11 @@ def main() -> int:
         MUTANTS[options.mutant].apply()
     failed = done = 0
     began = time.perf_counter()
-    for seed in range(options.seed, options.seed + options.seeds):
-        result = run(planned(seed, options.steps, faults, options.masters))
+    seeds = range(options.seed, options.seed + options.seeds)
+    plan_of = functools.partial(planned, steps=options.steps, faults=faults, masters=options.masters)
+    found = results(seeds, plan_of, options.jobs, options.budget)
+    for result in found:
+        seed = result.plan.seed
         failed += bool(result.problem)
         done += 1
         if result.problem and options.shrink:
@@ -44,12 +49,13 @@ def main() -> int:
         elif result.problem or options.story:
             print(f"seed {seed}: {result.plan}")
             print(result.told())
-            print(result.trace)
+            print(result.trace, flush=True)
         else:
             print(f"seed {seed}: {result.reads} reads, {result.hits} hits, {result.writes} writes, "
                   f"{result.events} events in {result.seconds:.0f} s")  # fmt: skip
-        if (failed and options.first) or 0 < options.budget < time.perf_counter() - began:
+        if failed and options.first:
             break
+    found.close()
     took = time.perf_counter() - began
     print(f"{done} seeds, {failed} failed, {done / took:.2f} seeds/s", file=sys.stderr)
     return min(failed, 1)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 #: A host is checked after it has taken in so many messages; one host in its turn every other second.
 NODE_EVERY, MASTER_EVERY = 16, 40
 LOOK_S = 0.5
+#: A block that moves is found where it is within this.
+WORD_S = 1.0
+#: An order may take this long to arrive, with what its leader knew when it gave it.
+ON_ITS_WAY_S = 10.0
 #: A lowered limit leaves so much time to come down to it.
 LOWER_S = 20.0
 _LOADED, _STORED = int(BlockStatus.LOADED), int(BlockStatus.STORED)
@@ -40,6 +44,8 @@ class Checks:
         self._worked: Counter[str] = Counter()
         self._limits: dict[str, int | None] = {}
         self._allowed: dict[str, float] = {}  #: by limited tenant
+        self._seen: dict[Key, dict[str, float]] = defaultdict(dict)  #: when a node was last seen to have it
+        self._let_go: dict[tuple[Key, str], float] = {}
         world.scheduler.every(LOOK_S, self.look)
 
     # ------------------------------------------------------------------ on the way
@@ -74,11 +80,13 @@ class Checks:
         for node in self._world.nodes.values():
             for key, block in visible(node, 0):
                 self._judge(node, key, bytes(block.bytes()), block, "memory")
+                self._seen[key][node.name] = self._world.now
             for key, block in visible(node, 1):
                 kept = node.disk.slots.get((block.slab.index, block.slot))
                 if kept is None:
                     raise Violation(f"INV-2: {key} is visible on the SSD of {node.name} and was not written")
                 self._judge(node, key, kept[2], block, "SSD")
+                self._seen[key][node.name] = self._world.now
 
     def _judge(self, node: NodeHost, key: Key, data: bytes, block: Block, where: str) -> None:
         oracle, now = self._world.oracle, self._world.now
@@ -86,6 +94,24 @@ class Checks:
         if write.epoch != block.shelf.epoch:
             raise Violation(f"INV-1: {key} of epoch {write.epoch} is on a shelf of epoch {block.shelf.epoch}")
         oracle.standing(write, now, f"{where} of {node.name}")
+
+    # ------------------------------------------------------------------ replicas
+
+    @staticmethod
+    def held(node: NodeHost) -> set[Key]:
+        return {key for tier in (0, 1) for key, _ in visible(node, tier)}
+
+    def let_go(self, node: NodeHost, keys: set[Key]) -> None:
+        """A node was told that it had replicas too many of these, and has them no more: somebody else has, or had
+        until something else took it away just now."""
+        now = self._world.now
+        for key in keys:
+            self._let_go[key, node.name] = now
+            if self._is_there(key):
+                continue
+            lately = {name: at for name, at in self._seen[key].items() if name != node.name and now - at < ON_ITS_WAY_S}
+            if all(self._let_go.get((key, name), -1.0) >= at for name, at in lately.items()):
+                raise Violation(f"replicas: {node.name} was told to let {key} go, and it was the last: {lately}")
 
     # ------------------------------------------------------------------ usage
 
@@ -109,23 +135,30 @@ class Checks:
             used = self.used(salt)
             if self._allowed[salt] > limit and self._bound(salt) <= limit:
                 self._allowed[salt] = limit
-            if used > self._allowed[salt]:
-                allowed = self._allowed[salt]
+            allowed = self._allowed[salt]
+            if used > allowed:
                 raise Violation(
                     f"INV-11: tenant {salt} uses {used} bytes of memory, and may use {allowed}: {self._shares(salt)}"
                 )
+            if allowed == limit < self._handed_out(salt) < math.inf:  # else it was forgotten with an emptied store
+                raise Violation(f"INV-11: of {limit} bytes of tenant {salt} more are handed out: {self._shares(salt)}")
 
     def _bound(self, salt: str) -> float:
         """What may come to be used, by all that the nodes have been told, and by the books of those who tell them."""
-        total = 0.0
         books = [master.hub.read(_ledgers(salt)) for master in self._world.masters.values() if master.up and master.hub]
         if not books or max(books) > (self._limits[salt] or 0):
             return math.inf  # a raise may be on its way
+        if not all(node.up for node in self._world.nodes.values()):
+            return math.inf  # it comes back with what it remembers
+        return self._handed_out(salt)
+
+    def _handed_out(self, salt: str) -> float:
+        """What the nodes that are up may come to use, or use still."""
+        total = 0.0
         for node in self._world.nodes.values():
-            if not node.up:
-                return math.inf  # it comes back with what it remembers
-            share = node.state.quotas.limit(Tier.DRAM, salt, node.process.clock())
-            total += math.inf if share is None else max(share, node.state.inventory.policy.charges.get(salt, 0))
+            if node.up:
+                share = node.state.quotas.limit(Tier.DRAM, salt, node.process.clock())
+                total += math.inf if share is None else max(share, node.state.inventory.policy.charges.get(salt, 0))
         return total
 
     def _shares(self, salt: str) -> str:
@@ -212,17 +245,18 @@ class Checks:
                     yield from self._read_one(client, node, key, tier)
 
     def _read_one(self, client, node: NodeHost, key: Key, tier: int) -> Steps:  # type: ignore[no-untyped-def]
-        if not self._is_there(key):
-            return  # it has left since, for what was read before it
-        status = yield from client.load(namespace(key.group), key.salt, key.hash, tier == 0)
-        limited = node.state.quotas.limit(Tier.DRAM, key.salt, node.process.clock()) is not None
-        if status[0] != _LOADED and not (limited and status[0] in _NO_ROOM):
-            if not self._is_there(key):
+        until = self._world.now + WORD_S
+        while self._is_there(key):  # it may have left, for what was read before it
+            status = yield from client.load(namespace(key.group), key.salt, key.hash, tier == 0)
+            limited = node.state.quotas.limit(Tier.DRAM, key.salt, node.process.clock()) is not None
+            if status[0] == _LOADED or (limited and status[0] in _NO_ROOM):
                 return
-            why = BlockStatus(status[0]).name
-            raise Violation(
-                f"INV-7: {key} is on {node.name} ({'memory' if not tier else 'SSD'}) and a reader gets {why}"
-            )
+            if self._world.now >= until and self._is_there(key):
+                why = BlockStatus(status[0]).name
+                raise Violation(
+                    f"INV-7: {key} is on {node.name} ({'memory' if not tier else 'SSD'}) and a reader gets {why}"
+                )
+            yield 0.3
 
     def store_more(self) -> Steps:
         """INV-10: with everything evictable, a store finds room."""

@@ -217,8 +217,11 @@ class ClientHost:
         lapsed = self.process.clock() > sent + reply.lease_ms / 1e3 - LEASE_MARGIN_S
         held: list[bool] = []
         for key, row, first, second in zip(keys, rows, *halves, strict=True):
-            ok = not lapsed and slabs[row[0]].generations[row[1]] == row[3]
+            same = slabs[row[0]].generations[row[1]] == row[3]
+            ok = not lapsed and same
             held.append(ok)
+            if not lapsed and not same and conn.open and not self.world.oracle.revoked(key, answer.at):
+                raise Violation(f"INV-3: the slot of {key} on {conn.hello.name} was given away under a lease")
             if ok:
                 if xxhash.xxh3_64_intdigest(first + second) != row[4]:
                     raise Violation(f"INV-3: {key} changed on {conn.hello.name} under a lease that stood")

@@ -106,10 +106,14 @@ class SimLink:
 
     def _heard(self, data: bytes, outbox: Outbox) -> None:
         message = control.MasterMessage.FromString(data)
-        refused = self._node.commands.fence.refused
+        refused, body = self._node.commands.fence.refused, message.WhichOneof("body")
+        checks = self._node.world.checks
+        had = checks.held(self._node) if body == "surplus" else set()
         self.link._heard(message, outbox)
-        if message.WhichOneof("body") in ORDERS and self._node.commands.fence.refused == refused:
+        if body in ORDERS and self._node.commands.fence.refused == refused:
             self._node.obeyed(message.leader_epoch, message.leader_id)
+        if had:
+            checks.let_go(self._node, had - checks.held(self._node))
         self.wake()
 
     def _say(self) -> None:

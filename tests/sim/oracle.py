@@ -111,6 +111,16 @@ class Oracle:
                     f"{clearing.done_at:.3f}, the write was reserved at {write.reserved_at:.3f}"
                 )
 
+    def revoked(self, key: Key, since: float) -> bool:
+        """Whether leases on it may have been ended: by a drop or new weights, that is or was under way since."""
+        return any(
+            clearing.hashes is None
+            and clearing.group in ("", key.group)
+            and clearing.salt in (None, key.salt)
+            and not (clearing.done_at is not None and clearing.done_at < since)
+            for clearing in self.clearings
+        )
+
     def standing(self, write: Write, now: float, where: str) -> None:
         """A node has it, visibly, at ``now``."""
         self._cleared(write, now, where)

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import kvstrata.master.converters
 import kvstrata.master.hub
+import kvstrata.master.replication.replicas
+import kvstrata.master.replication.replication
+import kvstrata.master.replication.trims
 import kvstrata.master.reuse.lookup_log
 import kvstrata.storage.copying.intake
 import kvstrata.storage.masters.outbox
@@ -54,8 +57,8 @@ class Result:
 
 @contextlib.contextmanager
 def scaled() -> Iterator[None]:
-    """Bounds that a small cluster comes to: snapshots of several parts, and nothing that sleeps for real or is kept
-    in a real file."""
+    """Bounds that a small cluster and a short story come to, and nothing that sleeps for real or is kept in a real
+    file."""
     timeless = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=lambda seconds: None)
     places = (
         (kvstrata.storage.masters.outbox, "PART_HASHES", 5),
@@ -64,6 +67,9 @@ def scaled() -> Iterator[None]:
         (kvstrata.master.reuse.lookup_log, "time", timeless),
         (kvstrata.storage.masters.policies, "durable_file", SimpleNamespace(replace=replace)),
         (kvstrata.storage.copying.intake, "PIECE_BYTES", 3 * BLOCK_BYTES),
+        (kvstrata.master.replication.replicas, "SETTLED_S", 2.0),
+        (kvstrata.master.replication.trims, "SHOWS_S", 2.0),
+        (kvstrata.master.replication.replication, "REPAIR_AFTER_S", 1.0),
     )
     before = [getattr(module, name) for module, name, _ in places]
     level = logging.getLogger("kvstrata").level
