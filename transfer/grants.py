@@ -36,7 +36,7 @@ class Granted:
         "offset", "positions", "slab", "slot", "status", "tier",
     )  # fmt: skip
 
-    def __init__(self, reply: pb.AcquireOk, sent: float, asked: int) -> None:
+    def __init__(self, reply: pb.AcquireOk, sent: float, asked: int, *, inline: bool = False) -> None:
         self.status = statuses(reply.status, asked, BlockStatus.MISSING)
         self.positions = np.flatnonzero(self.status == _LOADED)
         self.count = len(self.positions)
@@ -44,7 +44,7 @@ class Granted:
         rows = elements(reply.rows, ROW)
         self.slab, self.slot = rows["slab"], rows["slot"]
         self.offset, self.generation = rows["offset"], rows["generation"]
-        self.checksum = rows["checksum"] if reply.rows else elements(reply.checksum, np.uint64)
+        self.checksum = elements(reply.checksum, np.uint64) if inline else rows["checksum"]
         self.lease = reply.lease
         self.lease_s = reply.lease_ms / 1e3
         self.expires = sent + self.lease_s - LEASE_MARGIN_S

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 import numpy as np
@@ -98,7 +98,7 @@ class TcpPeer:
         ).SerializeToString()
         sent = time.monotonic()
         with link.channel.exchange(Kind.ACQUIRE, message, request.deadline) as (connection, frame):
-            granted = Granted(expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK), sent, high - low)
+            granted = Granted(expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK), sent, high - low, inline=True)
             if frame.raw_bytes != granted.count * namespace.block_bytes:
                 raise ProtocolError(f"{frame.raw_bytes} bytes for {granted.count} blocks of {namespace.block_bytes}")
             blocks = request.blocks[low:high][granted.positions]
@@ -115,7 +115,6 @@ class TcpPeer:
     def _receive(
         self, connection: Connection, request: Fetch, blocks: BlockView, granted: Granted, good: npt.NDArray[np.bool_]
     ) -> None:
-        corrupt: list[int] = []
         pieces = blocks.pieces
         tamper = self.tamper
 
@@ -126,13 +125,12 @@ class TcpPeer:
             index -= 1
             if tamper is not None:
                 tamper(blocks, index)
-            good[index] = True
+            # At once: should the rest not come, this stands.
             if block_checksum(blocks, index) != int(granted.checksum[index]):
-                corrupt.append(index)
+                granted.status[granted.positions[index]] = BlockStatus.CORRUPT
+            good[index] = True
 
         connection.receive_raw(_views(blocks), request.deadline, filled)
-        if corrupt:
-            granted.status[granted.positions[corrupt]] = BlockStatus.CORRUPT
 
     def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
         raise Refused("views need the shm transport: a node on this host with a reachable unix socket")
@@ -199,7 +197,10 @@ class TcpPeer:
 
         lanes = min(SOCKETS, len(bounds))
         others = [self._threads.submit(work, slice(lane, None, lanes)) for lane in range(1, lanes)]
-        results = work(slice(0, None, lanes))
+        try:
+            results = work(slice(0, None, lanes))
+        finally:
+            wait(others)  # on an error too: until they end, they write to the caller's memory
         for other in others:
             results.extend(other.result())
         return results
