@@ -126,6 +126,11 @@ class Checks:
         else:
             self._allowed[salt] = limit
 
+    def emptied(self) -> None:
+        """The store has lost all: limits hold only if a master that knows them is the first to write to it again."""
+        for salt in self._limits:
+            self.limit_set(salt, None)
+
     def usage(self) -> None:
         """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or
         uses still, is within it."""

@@ -309,7 +309,7 @@ MUTANTS = {
     "forgotten-hold": Mutant(("INV-5",), 10, _forgotten_hold),
     "no-victim": Mutant(("INV-10",), 10, _no_victim),
     "unrecorded": Mutant(_BACK, 30, _unrecorded, _sole("kill node")),
-    "risen": Mutant(_BACK, 20, _risen),
+    "risen": Mutant((*_BACK, "was not written"), 20, _risen),
     "no-tombstones": Mutant(_BACK, 20, _no_tombstones, _sole(*_FAULTS)),
     "no-scopes": Mutant(_BACK, 20, _no_scopes, _sole(*_FAULTS)),
     "old-weights": Mutant(("is back on", "INV-1"), 10, _old_weights),

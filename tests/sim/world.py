@@ -233,6 +233,7 @@ class World:
                 self.scheduler.after(later, lambda: self.store_cuts.discard(who))
             case "store emptied":
                 self.store.empty()
+                self.checks.emptied()
 
     def _start(self, name: str) -> None:
         host = self._hosts()[name]
