@@ -61,6 +61,7 @@ class Campaign:
         self._probe = probe
         self._saved: Saved | None = None  #: what the store had when it was read last
         self._seen = 0  #: the greatest revision
+        self._looked = False  #: at the store, ever
         self._emptied = False  #: the store has less than this master has seen in it
         self._lost = False  #: the store may lack what this master leads by
         self._was_leader = False  #: what it knew then may never have been saved
@@ -72,7 +73,7 @@ class Campaign:
         hub.journal.on_deposed = self._wake
 
     def start(self, loops: Loops) -> None:
-        """Take a first turn, so that a sole master leads at once, and go on turning."""
+        """Take a first turn, and go on turning."""
         self.turn()
         self._loop = loops.add(Loop("election", TURN_S, self.turn, bound_s=TURN_BOUND_S))
 
@@ -105,8 +106,12 @@ class Campaign:
             self._listen()
 
     def _look(self) -> None:
-        """Has the store lost what it had?"""
+        """Has the store lost what it had? It may have, unseen, before a first look: a master that knows more comes
+        first, which it does within a lease's time."""
         revision = self._store.revision()
+        if not self._looked:
+            self.election.hold(self._clock())
+        self._looked = True
         if revision < self._seen and not self._emptied:
             self._emptied = self._lost = True
             log.warning("the state store has lost data", revision=revision, seen=self._seen)

@@ -128,7 +128,7 @@ class Election:
         return self._step_down(now)
 
     def hold(self, now: float) -> None:
-        """The store has lost what it had: the leader comes first, if there is one, for it knows more."""
+        """The store has lost what it had, or may have: the leader comes first, if there is one, for it knows more."""
         self._hold_until = max(self._hold_until, now + self._ttl_s)
 
     def resign(self, now: float) -> Move:

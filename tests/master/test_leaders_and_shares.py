@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstrata.master import messages as m
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership.campaign import Campaign
+from kvstrata.master.leadership.election import TTL_S
 from kvstrata.master.outbox import Outbox, Stamp
 from kvstrata.master.stores.base import LeaderRecord
 from kvstrata.proto.status import Tier
@@ -65,6 +66,9 @@ class Leaders(RuleBasedStateMachine):
         for name in NAMES:
             self._start(name, seed)
         self.nodes = {name: SimpleNode() for name in NODES}
+        for name in NAMES:
+            self.turn(name)
+        self.now += TTL_S
         for name in NAMES:
             self.turn(name)
         for node in NODES:

@@ -11,6 +11,7 @@ from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership import succession
 from kvstrata.master.leadership.campaign import Campaign
+from kvstrata.master.leadership.election import TTL_S
 from kvstrata.master.leadership.office import Office
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.outbox import Outbox, Stamp
@@ -267,12 +268,16 @@ class Pair:
         self.hubs: dict[str, Hub] = {}
         self.campaigns: dict[str, Campaign] = {}
         for name in ("a", "b"):
-            store = StoreClient(self.server, lambda name=name: name not in self.cut, True)  # type: ignore[misc]
-            hub = self.hubs[name] = Hub(store, random.Random(name), 5.0, lambda: self.now)
-            me = LeaderRecord(hub.master_id, 0, f"{name}:1")
-            self.campaigns[name] = Campaign(
-                hub, store, lambda me=me: me, lambda: self.now, lambda address: address[0] not in self.cut  # type: ignore[misc]
-            )  # fmt: skip
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """A new process."""
+        store = StoreClient(self.server, lambda: name not in self.cut, True)
+        hub = self.hubs[name] = Hub(store, random.Random(name), 5.0, lambda: self.now)
+        me = LeaderRecord(hub.master_id, 0, f"{name}:1")
+        self.campaigns[name] = Campaign(
+            hub, store, lambda: me, lambda: self.now, lambda address: address[0] not in self.cut
+        )
 
     def turn(self, *names: str, seconds: float = 0.5) -> None:
         self.now += seconds
@@ -303,6 +308,8 @@ class Pair:
 def pair() -> Pair:
     pair = Pair()
     pair.turn()
+    assert pair.leads() == "", "a master that knows more may come first"
+    pair.turn(seconds=TTL_S)
     assert pair.leads() == "a"
     return pair
 
@@ -312,6 +319,22 @@ def drained(outbox: Outbox) -> list[tuple[m.Send, Stamp]]:
     while (each := outbox.get(0.0)) is not None:
         said.append(each)
     return said
+
+
+def test_who_is_new_lets_a_leader_that_knows_more_go_first(pair: Pair) -> None:
+    """The store is emptied while nobody reaches it, and a master that is started again reaches it first."""
+    pair.limit("a")
+    pair.cut = {"a"}
+    pair.turn("a")
+    pair.server.empty()
+    pair.start("b")
+    pair.turn("b")
+    assert pair.leads() == "a"
+    pair.cut = set()
+    for _ in range(8):
+        pair.turn("b", "a")
+    assert pair.leads() == "a" and pair.policies("a") == {"t"}
+    assert [policy.salt for policy in pair.hubs["a"].journal._store.load().policies] == ["t"]
 
 
 def test_one_of_two_leads_and_the_other_says_who(pair: Pair) -> None:

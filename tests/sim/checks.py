@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.directory.table import fold
+from kvstrata.master.leadership.election import TURN_S
 from kvstrata.master.liveness import NodeState as Liveness
 from kvstrata.master.state import MasterState
 from kvstrata.proto.status import BlockStatus, Tier
@@ -30,6 +31,8 @@ LOOK_S = 0.5
 WORD_S = 1.0
 #: An order may take this long to arrive, with what its leader knew when it gave it.
 ON_ITS_WAY_S = 10.0
+#: Masters read what the leader saved within this.
+READ_BY_OTHERS_S = 2 * TURN_S
 #: A lowered limit leaves so much time to come down to it.
 LOWER_S = 20.0
 _LOADED, _STORED = int(BlockStatus.LOADED), int(BlockStatus.STORED)
@@ -43,6 +46,7 @@ class Checks:
         self._looks = 0
         self._worked: Counter[str] = Counter()
         self._limits: dict[str, int | None] = {}
+        self._limited_at: dict[str, float] = {}
         self._allowed: dict[str, float] = {}  #: by limited tenant
         self._seen: dict[Key, dict[str, float]] = defaultdict(dict)  #: when a node was last seen to have it
         self._let_go: dict[tuple[Key, str], float] = {}
@@ -118,7 +122,7 @@ class Checks:
     def limit_set(self, salt: str, limit: int | None) -> None:
         """A tenant's limit of memory over the whole cluster, from now on."""
         before = self._limits.get(salt)
-        self._limits[salt] = limit
+        self._limits[salt], self._limited_at[salt] = limit, self._world.now
         if limit is None:
             self._allowed.pop(salt, None)
         elif before is None or limit < before or self._allowed[salt] > before:
@@ -127,9 +131,10 @@ class Checks:
             self._allowed[salt] = limit
 
     def emptied(self) -> None:
-        """The store has lost all: limits hold only if a master that knows them is the first to write to it again."""
-        for salt in self._limits:
-            self.limit_set(salt, None)
+        """The store has lost all. What was set a moment ago only the leader knows, and it may be killed with it."""
+        for salt, at in self._limited_at.items():
+            if self._world.now - at < READ_BY_OTHERS_S:
+                self.limit_set(salt, None)
 
     def usage(self) -> None:
         """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or
