@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from kvstrata.master import messages as m
@@ -29,6 +28,7 @@ from kvstrata.master.nodes import Nodes
 from kvstrata.master.placement import Placement
 from kvstrata.master.questions import Questions
 from kvstrata.master.replication.replication import Replication
+from kvstrata.master.saved import Saved
 from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.keys import Namespace
 
@@ -37,23 +37,6 @@ COMMAND_BITS: Final = 32
 #: What any master says to a node; the rest of what is sent, and all that is saved, is the leader's.
 _ANYBODYS: Final = (m.SendAttached, m.SendResync, m.SendAck)
 _LEADERS: Final = (*(set(get_args(m.Send)) - set(_ANYBODYS)), *get_args(m.Save))
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What was durable when the master started."""
-
-    nodes: tuple[m.SaveNode, ...] = ()
-    groups: tuple[m.SaveGroup, ...] = ()
-    tombstones: tuple[m.SaveTombstone, ...] = ()
-    last_command: int = 0
-    policies: tuple[m.TenantPolicy, ...] = ()
-    fallback: m.SaveFallback | None = None
-    grants: tuple[m.SaveGrants, ...] = ()
-    scopes: tuple[m.SaveScope, ...] = ()
-    replicas: tuple[m.SaveReplicas, ...] = ()
-    revision: int = 0
-    leader_epoch: int = 0  #: the greatest that the store has seen
 
 
 _NOTHING: Final = Saved()

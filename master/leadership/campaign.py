@@ -11,7 +11,7 @@ from typing import Final
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership.election import TTL_S, TURN_S, Ask, Election, Move
 from kvstrata.master.leadership.office import Office
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.proto.errors import KVError, Unavailable
 from kvstrata.proto.logs import get_logger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership import succession
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 
 
 class Office:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from kvstrata.master import messages as m
 from kvstrata.master.journal import row_key
 from kvstrata.master.membership import Membership
-from kvstrata.master.state import MasterState, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 
 

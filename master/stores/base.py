@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstrata.master.messages import Save
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto.errors import Retryable
 
 

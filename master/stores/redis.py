@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstrata.master.messages import Save
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores import redis_scripts as scripts
 from kvstrata.master.stores.base import Deposed, LeaderRecord
 from kvstrata.master.stores.redis_client import ANSWER_S, RedisClient

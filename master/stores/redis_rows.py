@@ -24,7 +24,7 @@ from kvstrata.master.messages import (
     Share,
     TenantPolicy,
 )
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
 

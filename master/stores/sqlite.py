@@ -28,7 +28,7 @@ from kvstrata.master.messages import (
     Share,
     TenantPolicy,
 )
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores.base import Deposed, LeaderRecord
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace

@@ -18,7 +18,7 @@ from kvstrata.master.content.calls import Content
 from kvstrata.master.content.listing import Listing
 from kvstrata.master.content.misses import MissReason
 from kvstrata.master.daemon import Master
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import InvalidArgument

@@ -17,7 +17,7 @@ from kvstrata.master.content.misses import MissReason
 from kvstrata.master.daemon import Master
 from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc

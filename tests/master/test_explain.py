@@ -18,7 +18,7 @@ from kvstrata.master.content.lookups import Asked, RequestLog
 from kvstrata.master.content.misses import COUNTED, MissReason
 from kvstrata.master.daemon import Master
 from kvstrata.master.directory.table import fold
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc

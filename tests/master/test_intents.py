@@ -8,7 +8,8 @@ import pytest
 
 from kvstrata.master import messages as m
 from kvstrata.master.directory.table import Keys, fold
-from kvstrata.master.state import MasterState, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import MasterState
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
 

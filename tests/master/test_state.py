@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.master import messages as m
 from kvstrata.master.liveness import NodeState
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState

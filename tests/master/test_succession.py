@@ -15,7 +15,8 @@ from kvstrata.master.leadership.election import TTL_S
 from kvstrata.master.leadership.office import Office
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.outbox import Outbox, Stamp
-from kvstrata.master.state import COMMAND_BITS, MasterState, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import COMMAND_BITS, MasterState
 from kvstrata.master.stores.base import LeaderRecord
 from kvstrata.proto.errors import NotLeader, Unavailable
 from kvstrata.proto.keys import Namespace

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.master import messages as m
 from kvstrata.master.directory.table import fold
-from kvstrata.master.state import MasterState, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import MasterState
 from kvstrata.proto.keys import Namespace
 
 NS = Namespace("g", block_bytes=64, block_tokens=4)

@@ -12,7 +12,8 @@ from kvstrata.master.content.misses import MissReason
 from kvstrata.master.directory.table import fold
 from kvstrata.master.liveness import NodeState
 from kvstrata.master.placement import Placed
-from kvstrata.master.state import MasterState, Removal, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import MasterState, Removal
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 

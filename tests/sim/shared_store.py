@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kvstrata.master import messages as m
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores.base import Deposed, LeaderRecord
 from kvstrata.proto.errors import Unavailable
 

@@ -11,7 +11,8 @@ from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.table import fold
 from kvstrata.master.replication.drains import Drain
-from kvstrata.master.state import MasterState, Saved
+from kvstrata.master.saved import Saved
+from kvstrata.master.state import MasterState
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, CopyReason, Departure, Tier
 

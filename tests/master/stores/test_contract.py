@@ -22,7 +22,7 @@ from kvstrata.master.messages import (
     Share,
     TenantPolicy,
 )
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores.base import Deposed, LeaderRecord, StateStore
 from kvstrata.master.stores.redis import RedisStore
 from kvstrata.master.stores.redis_url import parse_redis_url

@@ -22,7 +22,7 @@ from kvstrata.master.messages import (
     Share,
     TenantPolicy,
 )
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores import redis as redis_store
 from kvstrata.master.stores.base import Deposed, LeaderRecord
 from kvstrata.master.stores.redis import RedisStore

@@ -30,7 +30,7 @@ from kvstrata.master.messages import (
     Share,
     TenantPolicy,
 )
-from kvstrata.master.state import Saved
+from kvstrata.master.saved import Saved
 from kvstrata.master.stores.sqlite import _SCHEMA, SCHEMA_VERSION, SqliteStore
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.proto.keys import Namespace
