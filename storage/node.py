@@ -307,6 +307,8 @@ class StorageNode:
         return Farewell(self.state, self.lock, self.drains, self.links).wait(budget_s, hurry)
 
     def _leave_masters(self) -> None:
+        with self.lock:
+            self.state.leave()
         for link in self.links:
             link.leave("the node is stopping")
         for link in self.links:

@@ -132,6 +132,7 @@ class NodeState:
         self.leases = LeaseBook(self.inventory, self._sessions)
         self.reservations = ReservationBook(self.inventory, self._sessions)
         self.known = NamespaceBook()
+        self.left = False  #: see :meth:`leave`
         #: Copies that masters have ordered; what is removed is not taken any more.
         self.copies = CopyBook()
         #: Whether this node is leaving, and takes no new blocks.
@@ -214,9 +215,9 @@ class NodeState:
         count = _count(hashes, entry.width)
         counts = self.counts
         counts.blocks_asked += count
-        if epoch != entry.epoch:
+        if epoch != entry.epoch or self.left:
             counts.misses += count
-            counts.misses_epoch += count
+            counts.misses_epoch += count if epoch != entry.epoch else 0
             return Acquired(bytearray([_MISSING]) * count, [], None, self.deltas.answer_seq)
         shelf = self.inventory.shelves.get((handle, salt))
         status, blocks = _look(shelf, hashes, entry.width, count)
@@ -230,6 +231,11 @@ class NodeState:
             book = self.leases
             lease = book.grant(session, blocks, seconds, now) if seconds else book.hold(blocks, now, sent=True)
         return Acquired(status, blocks, lease, self.deltas.answer_seq)
+
+    def leave(self) -> None:
+        """The node says goodbye: no master will tell it any more what was dropped, so nobody finds anything here from
+        now on. Reads that have begun go on."""
+        self.left = True
 
     def release(self, session: bytes, leases: Sequence[int]) -> None:
         """End leases of this session; those that have ended are passed over."""

@@ -106,7 +106,7 @@ class ReadHandlers:
         """Empty when the state will refuse the call, or find nothing."""
         entry = self._state.entry(message.ns)
         packed, width = message.hashes, entry.width
-        if message.epoch != entry.epoch or len(packed) % width or len(packed) // width > HASHES_MAX:
+        if self._state.left or message.epoch != entry.epoch or len(packed) % width or len(packed) // width > HASHES_MAX:
             return []
         return [packed[start : start + width] for start in range(0, len(packed), width)]
 

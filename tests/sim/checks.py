@@ -385,7 +385,7 @@ def _ledgers(salt: str) -> Callable[[MasterState, float], int]:
 def visible(node: NodeHost, tier: int) -> list[tuple[Key, Block]]:
     """What can be read there."""
     tiers = node.state.tiers()
-    if not node.up or tier >= len(tiers):
+    if not node.up or node.state.left or tier >= len(tiers):
         return []
     return [
         (Key(shelf.entry.namespace.group, shelf.salt, key), block)

@@ -173,6 +173,7 @@ class NodeHost:
                     asked.add(id(line))
                     line.tell(control.NodeMessage(leaving=control.Leaving(budget_ms=int(budget_s * 1e3), reason="sim")))
             yield 0.1
+        self.state.leave()
         for link in self.links:
             link.goodbye()
         yield 0.3

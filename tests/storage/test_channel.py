@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -366,3 +367,20 @@ def test_reading_ahead_without_an_ssd_marks_blocks_as_used(running: StorageNode,
     assert list(answer.status) == [BlockStatus.LOADED, BlockStatus.LOADED, BlockStatus.MISSING]
     coldest = [block.hash for block in running.state.inventory.coldest_blocks(2)]
     assert coldest == [key(3), key(2)], "what nobody asked for since it was stored"
+
+
+def test_who_says_goodbye_has_nothing_for_readers_before_masters_hear_it(
+    running: StorageNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is dropped between the goodbye and the end of the process would still be read from it."""
+    said = []
+    link = SimpleNamespace(
+        leave=lambda reason: said.append(running.state.left),
+        stop=lambda: None,
+        acked_seq=0,
+        attached=False,
+        wake=lambda: None,
+    )
+    monkeypatch.setattr(running, "links", [link])
+    running._leave_masters()
+    assert said == [True]

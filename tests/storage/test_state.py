@@ -399,6 +399,15 @@ def test_a_new_epoch_ends_the_old_weights(node: Node) -> None:
     assert node.state.set_epoch("model", 3, node.now) == 0, "an older epoch is not news"
 
 
+def test_nobody_finds_anything_at_a_node_that_has_said_goodbye(node: Node) -> None:
+    """What is dropped from now on it is not told."""
+    node.store([1])
+    reading = node.acquire([1])
+    node.state.leave()
+    assert list(node.acquire([1]).status) == [MISSING]
+    assert reading.lease is not None and node.state.leases.stands(reading.lease), "a read that has begun goes on"
+
+
 def test_the_delta_log_tells_the_inventory(make_node: Callable[..., Node]) -> None:
     """Whoever applies every batch in order has what the node has."""
     node = make_node(slabs=2)
