@@ -158,8 +158,9 @@ def build(tmp_path: Path) -> Iterator[Callable[..., StorageNode]]:
     def make(data: str = "node", policy: SsdPolicy = SsdPolicy.WRITE_THROUGH) -> StorageNode:
         devices = ((tmp_path / "ssd", 16 << 20),)
         config = StorageConfig(
-            (), ANY, ANY, tmp_path / data, 8 << 20, slab_bytes=1 << 20, ssd=devices, ssd_policy=policy
-        )
+            (), ANY, ANY, tmp_path / data, 8 << 20, slab_bytes=1 << 20, ssd=devices, ssd_policy=policy,
+            scrub_rate=0,  # what a reader finds is looked at here, and not what was found before
+        )  # fmt: skip
         nodes.append(StorageNode(config))
         return nodes[-1]
 

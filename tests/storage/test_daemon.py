@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from kvstrata.proto import channel_pb2 as pb
@@ -143,19 +144,21 @@ def test_a_kill_leaves_nothing_in_shared_memory(tmp_path: Path, spawn: Callable[
     first.kill()
     first.wait()
     assert set(os.listdir("/dev/shm")) <= before  # noqa: PTH208
-    until(lambda: not Path(f"/proc/{sidecars[0]}").exists() or zombie(sidecars[0]))
+    until(lambda: over(sidecars[0]))
     again = ready_line(spawn(tmp_path))
     assert again["incarnation"] > ready["incarnation"]
     assert stored(again) == [BlockStatus.STORED] * 10
 
 
 def children(pid: int) -> list[int]:
-    listing = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for child in listing.split()]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
-def zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def over(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_it_serves_and_stops_without_its_masters(tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]) -> None:
