@@ -172,13 +172,18 @@ class Campaign:
         revision = self._store.revision()
         if self._emptied and (not revision or self.election.leader is None):
             return  # what was read before is all that is left of it
-        if self._saved is not None and revision == self._saved.revision and not self._was_leader:
+        if self._saved is not None and not self._was_leader and self._is_what_was_read(revision, self._saved):
             return
         saved = self._store.load()
         self._saved, self._seen = saved, saved.revision
         self._emptied = self._lost = False
         self._office.follow(saved, exact=self._was_leader)
         self._was_leader = False
+
+    def _is_what_was_read(self, revision: int, saved: Saved) -> bool:
+        """Revisions begin anew in an emptied store, and may come to the same; each lease has an epoch of its own."""
+        leader = self.election.leader
+        return revision == saved.revision and (leader is None or leader.epoch == saved.leader_epoch)
 
     def _listen(self) -> None:
         """Nobody can take the lease now; does the leader live?"""

@@ -338,6 +338,18 @@ def test_who_is_new_lets_a_leader_that_knows_more_go_first(pair: Pair) -> None:
     assert [policy.salt for policy in pair.hubs["a"].journal._store.load().policies] == ["t"]
 
 
+def test_a_store_that_is_filled_again_and_has_the_revision_of_before_is_read_again(pair: Pair) -> None:
+    pair.turn()
+    known = pair.campaigns["b"]._saved
+    assert known is not None
+    pair.server.empty()
+    pair.turn("a")  # the leader takes the lease anew, and writes it all again
+    pair.limit("a", "new")
+    pair.server.revision = known.revision
+    pair.turn("b")
+    assert [policy.salt for policy in pair.campaigns["b"]._saved.policies] == ["new"]  # type: ignore[union-attr]
+
+
 def test_one_of_two_leads_and_the_other_says_who(pair: Pair) -> None:
     assert pair.hubs["b"].leads() == (False, "a:1")
     with pytest.raises(NotLeader, match=r"the leader is a:1$"):
