@@ -26,6 +26,9 @@ TTL_MS: Final = int(TTL_S * 1000)
 LISTED_MS: Final = 5000
 #: A turn that takes longer than this is a problem in health: the store hangs.
 TURN_BOUND_S: Final = 15.0
+#: An emptied store has no lease in it that a leader which stood still for a moment could come back to: it has the time
+#: that the lease would have given it, and as much again.
+EMPTIED_LEASES: Final = 2
 #: How long the last known leader is listened for while the store is silent.
 PROBE_S: Final = 0.5
 #: How long a master that stops waits for a turn to end.
@@ -115,7 +118,7 @@ class Campaign:
         if revision < self._seen and not self._emptied:
             self._emptied = self._lost = True
             log.warning("the state store has lost data", revision=revision, seen=self._seen)
-            self.election.hold(self._clock())
+            self.election.hold(self._clock(), EMPTIED_LEASES)
         self._seen = max(self._seen, revision) if not self._emptied else self._seen
 
     def _asked(self) -> LeaderRecord | None:

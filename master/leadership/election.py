@@ -127,9 +127,10 @@ class Election:
         self._hold_until = now + self._ttl_s
         return self._step_down(now)
 
-    def hold(self, now: float) -> None:
-        """The store has lost what it had, or may have: the leader comes first, if there is one, for it knows more."""
-        self._hold_until = max(self._hold_until, now + self._ttl_s)
+    def hold(self, now: float, leases: int = 1) -> None:
+        """The store has lost what it had, or may have: the leader comes first, if there is one, for it knows more. It
+        has the time of so many ``leases`` for that."""
+        self._hold_until = max(self._hold_until, now + leases * self._ttl_s)
 
     def resign(self, now: float) -> Move:
         """Never lead again: the process stops."""

@@ -468,9 +468,21 @@ def test_an_emptied_store_is_filled_by_a_standby_when_no_leader_is_left(pair: Pa
     pair.server.empty()
     pair.turn("b")
     assert pair.hubs["b"].standing().leading is False, "the leader first, for it knows more"
-    pair.turn("b", seconds=3)
+    pair.turn("b", seconds=2 * TTL_S)
     assert pair.leads() == "ab" and pair.policies("b") == {"t"}
     assert "'t'" in str(pair.server.rows), "written back"
+
+
+def test_a_leader_that_stood_still_while_the_store_was_emptied_has_the_time_to_fill_it(pair: Pair) -> None:
+    pair.limit("a")
+    pair.turn()
+    pair.limit("a", "unread")
+    pair.server.empty()
+    for _ in range(6):
+        pair.turn("b")
+    pair.turn("a")
+    pair.turn("b")
+    assert pair.leads() == "a" and "unread" in str(pair.server.rows)
 
 
 def test_who_resigns_hands_over_at_once(pair: Pair) -> None:
