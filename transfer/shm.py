@@ -192,16 +192,25 @@ class ShmPeer:
     def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> ShmLease:
         """Lease blocks and hand out read-only arrays over them, without copying."""
         granted = self._acquire(namespace, salt, hashes, deadline, epoch)
-        arrays: list[npt.NDArray[np.uint8] | None] = [None] * len(granted.status)
-        if granted.count:
-            slabs = self.slabs.ensure(set(granted.slab.tolist()))
-            granted.addresses(slabs, namespace.block_bytes)  # all of them are in their slabs
-            rows = zip(granted.positions.tolist(), granted.slab.tolist(), granted.offset.tolist(), strict=True)
-            for position, slab, offset in rows:
-                arrays[position] = slabs[slab].bytes[offset : offset + namespace.block_bytes]
+        try:
+            arrays = self._shown(granted, namespace.block_bytes)
+        except KVError:
+            self.link.give_back(granted.lease)
+            raise
         lease = ShmLease(self, granted, arrays)
         self._views.add(lease)
         return lease
+
+    def _shown(self, granted: Granted, block_bytes: int) -> list[npt.NDArray[np.uint8] | None]:
+        """The granted slots, in place; None for what was not granted. Raises :class:`KVError`."""
+        arrays: list[npt.NDArray[np.uint8] | None] = [None] * len(granted.status)
+        if granted.count:
+            slabs = self.slabs.ensure(set(granted.slab.tolist()))
+            granted.addresses(slabs, block_bytes)  # all of them are in their slabs
+            rows = zip(granted.positions.tolist(), granted.slab.tolist(), granted.offset.tolist(), strict=True)
+            for position, slab, offset in rows:
+                arrays[position] = slabs[slab].bytes[offset : offset + block_bytes]
+        return arrays
 
     def prefetch(self, blocks: Named) -> StatusArray:
         return self.link.prefetch(blocks)

@@ -70,3 +70,20 @@ def test_what_was_granted_and_could_not_be_copied_is_not_loaded(
     lost = [int(expected)] * max(1, count - 1)
     assert fetched.status.tolist() == ([MISSING] if count > 1 else []) + lost
     assert fetched.bytes_moved == 0
+
+
+def test_a_view_that_cannot_be_had_gives_its_lease_back(serve: Callable[..., object]) -> None:
+    def mapped(_: ServerConnection, frame: Frame) -> Reply:
+        raise Unavailable("the node is stopping")
+
+    node = serve({Kind.OPEN_NAMESPACE: opened, Kind.ACQUIRE: granted, Kind.MAP_SLABS: mapped}, INCARNATION)
+    peer = ShmPeer(
+        Endpoint("n1", INCARNATION, node.address, str(node.unix)),  # type: ignore[attr-defined]
+        Identity.new("client"),
+    )
+    try:
+        with pytest.raises(Unavailable):
+            peer.view(Namespace(group="model/t", block_bytes=512, block_tokens=16), "", bytes(16), time.monotonic() + 5)
+        assert peer.link.take_releases() == (1).to_bytes(8, "little")
+    finally:
+        peer.close()
