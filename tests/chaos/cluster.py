@@ -281,6 +281,11 @@ class Cluster:
         lines = (self._base / f"{name}.log").read_text().splitlines()
         return [record for line in lines if event in line and (record := json.loads(line))["event"] == event]
 
+    def requests(self) -> int:
+        """How many requests players have written down."""
+        traces = [self.trace(name) for name in self.names("player")]
+        return sum(trace.read_bytes().count(b"\n") for trace in traces if trace.exists())
+
     def traces(self) -> Traces:
         """All that all players have written down."""
         traces = Traces()

@@ -37,12 +37,12 @@ def test_nothing_is_held_and_nothing_grows(tmp_path: Path, seed: int, requests: 
         for index, name in enumerate(cluster.names("player")):
             cluster.play(name, seed + index, *more)
         warm_at = requests // 5
-        until(lambda: len(cluster.traces().requests) >= warm_at, 600)
+        until(lambda: cluster.requests() >= warm_at, 600)
         # node0 is never killed, so that what it has leaked stays in sight.
         watched = {name: psutil.Process(cluster.pid(name)) for name in ("master0", "node0", "player1")}
         warm = {name: held(process) for name, process in watched.items()}
         due, turn, number = time.monotonic() + kill_every_s, 0, 0
-        while len(cluster.traces().requests) < requests:
+        while cluster.requests() < requests:
             time.sleep(0.25)
             if time.monotonic() > due:
                 turn += 1
