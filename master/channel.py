@@ -20,7 +20,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
-from kvstrata.transfer.identity import SOFTWARE, boot_id
+from kvstrata.transfer.identity import SOFTWARE, advertised, boot_id
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection, Session
 
@@ -30,7 +30,6 @@ log = get_logger(__name__)
 _STATUSES: Final = frozenset(BlockStatus)
 #: Of the nodes that a client cannot reach, so many are heeded.
 AVOID_MAX: Final = 64
-_WILDCARDS: Final = ("0.0.0.0", "[::]")
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class MasterChannel:
 
     def hello(self, session: Session) -> pb.HelloOk:
         """Who this is, and where else it listens: a wildcard host becomes the one the asker came by."""
-        host = _host_of(session)
+        host = session.reached_at()
         leading, leader = self._hub.leads()
         return pb.HelloOk(
             software=SOFTWARE,
@@ -75,11 +74,11 @@ class MasterChannel:
             cluster_id=self._hub.cluster_id,
             incarnation=self._incarnation,
             boot_id=self._boot_id,
-            channel=_reachable(self._endpoints.channel, host),
-            grpc=_reachable(self._endpoints.grpc, host),
-            http=_reachable(self._endpoints.http, host),
+            channel=advertised(self._endpoints.channel, host),
+            grpc=advertised(self._endpoints.grpc, host),
+            http=advertised(self._endpoints.http, host),
             leading=leading,
-            leader=_reachable(self._endpoints.channel, host) if leading else leader,
+            leader=advertised(self._endpoints.channel, host) if leading else leader,
         )
 
     # ------------------------------------------------------------------ frames
@@ -144,19 +143,3 @@ class MasterChannel:
 
 def _avoided(request: pb.Lookup | pb.Place) -> frozenset[m.Process]:
     return frozenset(islice(zip(request.avoid, request.avoid_incarnation, strict=False), AVOID_MAX))
-
-
-def _host_of(session: Session) -> str:
-    """The address of ours that this session's newest connection reached; "" if it is gone already."""
-    for connection in list(session.connections):
-        try:
-            host = connection.stream.sock.getsockname()[0]
-        except OSError:
-            continue
-        return f"[{host}]" if ":" in host else str(host)
-    return ""
-
-
-def _reachable(endpoint: str, host: str) -> str:
-    bound, _, port = endpoint.rpartition(":")
-    return f"{host}:{port}" if host and bound in _WILDCARDS else endpoint

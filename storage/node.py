@@ -39,7 +39,7 @@ from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.http import serve_http
 from kvstrata.storage.identity import DataDirectory
-from kvstrata.storage.masters.attach import MasterLink, advertised
+from kvstrata.storage.masters.attach import MasterLink
 from kvstrata.storage.masters.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.masters.copy_orders import CopyOrders
 from kvstrata.storage.masters.policies import PolicyFile
@@ -50,7 +50,7 @@ from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.eraser import Eraser
 from kvstrata.storage.tiers.ssd_tier import SsdTier
-from kvstrata.transfer.identity import SOFTWARE, boot_id
+from kvstrata.transfer.identity import SOFTWARE, advertised, boot_id
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.sessions import Session
@@ -235,7 +235,7 @@ class StorageNode:
     # ------------------------------------------------------------------ at work
 
     def _hello(self, session: Session) -> pb.HelloOk:
-        host = _reached_at(session)
+        host = session.reached_at()
         return pb.HelloOk(
             software=SOFTWARE,
             role="node",
@@ -325,13 +325,3 @@ class StorageNode:
         if self._private is not None:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._private)
-
-
-def _reached_at(session: Session) -> str:
-    """The address of ours that a TCP client of this session came by; "" when it came otherwise."""
-    for connection in list(session.connections):
-        sock = connection.stream.sock
-        if not connection.local:
-            with contextlib.suppress(OSError):
-                return str(sock.getsockname()[0])
-    return ""

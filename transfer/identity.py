@@ -13,6 +13,8 @@ from kvstrata.proto.errors import InvalidArgument
 
 SOFTWARE: Final = "kvstrata 0.1.0"
 UNIX_PREFIX: Final = "unix:"
+#: Hosts that an endpoint listens on, and nobody can connect to.
+WILDCARDS: Final = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,11 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
         raise InvalidArgument(f"address {address!r} is not HOST:PORT or unix:PATH")
     host = host.removeprefix("[").removesuffix("]")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+
+
+def advertised(endpoint: str, host: str) -> str:
+    """An endpoint bound to a wildcard, as the host by which a peer was reached; others, or without one, as they are."""
+    bound, _, port = endpoint.rpartition(":")
+    if bound not in WILDCARDS or not host:
+        return endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,6 +6,7 @@ still hold the sockets. On one host the kernel vouches for the process by a pidf
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -40,6 +41,14 @@ class Session:
     requests: int = 0
     connections: set[ServerConnection] = field(default_factory=set)
     over: bool = False  #: set before ``ended`` is told; a handler that is still at work may look
+
+    def reached_at(self) -> str:
+        """The address of ours that it came by over TCP; "" when it came otherwise, or has gone already."""
+        for connection in list(self.connections):
+            if not connection.local:
+                with contextlib.suppress(OSError):
+                    return str(connection.stream.sock.getsockname()[0])
+        return ""
 
 
 class ServerConnection:

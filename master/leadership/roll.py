@@ -9,16 +9,14 @@ from kvstrata.master.hub import Hub
 from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import Unavailable
-
-_WILDCARDS = ("0.0.0.0", "[::]", "")
+from kvstrata.transfer.identity import advertised
 
 
 def announced(endpoint: str, advertise: str | None) -> str:
     """``HOST:PORT`` as others are to reach it: by ``advertise``, or by this host's name where it is bound to all."""
-    host, _, port = endpoint.rpartition(":")
     if advertise is None:
-        advertise = socket.gethostname() if host in _WILDCARDS else host
-    return f"{advertise}:{port}"
+        return advertised(endpoint, socket.gethostname())
+    return f"{advertise}:{endpoint.rpartition(':')[2]}"
 
 
 class Roll:

@@ -36,7 +36,6 @@ HELLO_SILENCE_S: Final = 1.0
 #: For a master that is away for less than this, deltas are kept within the log's bound.
 CATCH_UP_S: Final = 60.0
 MESSAGE_BYTES_MAX: Final = 16 << 20
-_WILDCARDS: Final = ("0.0.0.0", "[::]")
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -278,14 +277,6 @@ class MasterLink:
         if call is not None:
             call.cancel()
         self._thread.join(timeout_s)
-
-
-def advertised(endpoint: str, host: str) -> str:
-    """An endpoint bound to a wildcard, as the host by which a peer was reached."""
-    bound, _, port = endpoint.rpartition(":")
-    if bound not in _WILDCARDS or not host:
-        return endpoint
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -18,11 +18,12 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterServicer, add_MasterServicer_to_server
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.config import StorageConfig
-from kvstrata.storage.masters.attach import MasterLink, advertised
+from kvstrata.storage.masters.attach import MasterLink
 from kvstrata.storage.masters.commands import TURN_S, Commands
 from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.masters.outbox import Outbox
 from kvstrata.storage.node import StorageNode
+from kvstrata.transfer.identity import advertised
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
 
