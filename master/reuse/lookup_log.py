@@ -21,10 +21,14 @@ from kvstrata.master.reuse.what_if import WhatIf
 
 T = TypeVar("T")
 
-#: Hashes that wait, 17 bytes each.
-WAITING_HASHES_MAX: Final = 1 << 20
-#: Seconds a turn may take: with four turns a second, a fifth of a core at the most.
+#: Memory of the calls that wait: so much for each of their hashes, and for a call as such.
+WAITING_BYTES_MAX: Final = 17 << 20
+HASH_BYTES: Final = 17
+CALL_BYTES: Final = 700
+#: CPU seconds of a turn: with four turns a second, a fifth of a core at the most. Answers go first, so that on a
+#: busy master it takes longer by the clock, but no longer than ``TURN_MAX_S``.
 TURN_S: Final = 0.05
+TURN_MAX_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,12 @@ class LookupLog:
 
     def put(self, call: Call) -> None:
         """Note a call; it keeps its arrays. Never waits for predictions."""
-        hashes = len(call.keys)
+        nbytes = bytes_of(call)
         with self._counting:
-            if self._waiting + hashes > WAITING_HASHES_MAX:
+            if self._waiting + nbytes > WAITING_BYTES_MAX:
                 self.missed += 1
                 return
-            self._waiting += hashes
+            self._waiting += nbytes
             self._calls.append(call)
 
     def gone(self, group: int | None, salt: str | None) -> None:
@@ -74,15 +78,15 @@ class LookupLog:
             self._calls.append(Gone(group, salt))
 
     def hear(self) -> int:
-        """Take in what was put down, oldest first, for at most ``TURN_S``; how many entries."""
+        """Take in what was put down, oldest first, for at most one turn; how many entries."""
         heard = 0
-        ends = time.perf_counter() + TURN_S
-        while time.perf_counter() < ends:
+        busy, ends = time.thread_time() + TURN_S, time.perf_counter() + TURN_MAX_S
+        while time.thread_time() < busy and time.perf_counter() < ends:
             with self._counting:
                 if not self._calls:
                     break
                 call = self._calls.popleft()
-                self._waiting -= 0 if isinstance(call, Gone) else len(call.keys)
+                self._waiting -= 0 if isinstance(call, Gone) else bytes_of(call)
             with self._lock:
                 self._take(call)
             heard += 1
@@ -101,3 +105,8 @@ class LookupLog:
         """Ask the predictions something. The question must be quick and keep nothing."""
         with self._lock:
             return question(self._what_if)
+
+
+def bytes_of(call: Call) -> int:
+    """About the memory that a call which waits takes."""
+    return CALL_BYTES + HASH_BYTES * len(call.keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections import OrderedDict
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstrata.master.directory.probing import Keys
 from kvstrata.master.reuse.distances import ReuseDistances
-from kvstrata.master.reuse.lookup_log import WAITING_HASHES_MAX, Call, LookupLog
+from kvstrata.master.reuse.lookup_log import CALL_BYTES, HASH_BYTES, WAITING_BYTES_MAX, Call, LookupLog, bytes_of
 from kvstrata.master.reuse.what_if import FACTORS, IDLE_S, POLL_S, WhatIf
 
 BYTES = 4096
@@ -376,7 +377,7 @@ def test_calls_are_heard_in_their_order() -> None:
 def test_a_full_log_misses_calls_and_takes_more_once_heard() -> None:
     log = LookupLog(WhatIf(random.Random(0)))
     hashes = 1 << 16
-    for number in range(WAITING_HASHES_MAX // hashes + 3):
+    for number in range(WAITING_BYTES_MAX // bytes_of(call(0, False, hashes)) + 3):
         log.put(call(number, False, hashes))
     assert log.missed == 3
     while log.hear():
@@ -385,10 +386,22 @@ def test_a_full_log_misses_calls_and_takes_more_once_heard() -> None:
     assert log.missed == 3 and log.hear() == 1
 
 
+def test_small_calls_count_for_the_memory_that_they_take() -> None:
+    log = LookupLog(WhatIf(random.Random(0)))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        while not log.missed:
+            log.put(call(7, False, 24))
+        assert tracemalloc.get_traced_memory()[0] - before < 1.5 * WAITING_BYTES_MAX
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_is_gone_is_heard_in_its_order_and_never_lost() -> None:
     log = LookupLog(WhatIf(random.Random(0)))
     log.put(call(7, False))
-    log.put(call(8, False, WAITING_HASHES_MAX - 1))
+    log.put(call(8, False, (WAITING_BYTES_MAX - 2 * CALL_BYTES) // HASH_BYTES - 1))
     log.gone(None, "tenant")
     log.put(call(9, False))
     assert log.missed == 1, "it is full"
