@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.table import Table
 from kvstrata.master.messages import CopyDone
 from kvstrata.master.replication.waiting import Rows
 from kvstrata.proto.status import BlockStatus, CopyReason
@@ -40,6 +41,9 @@ PAUSE_MAX_S: Final = 60.0
 #: A tenant without room on a node is not tried there for so long.
 NO_ROOM_S: Final = 30.0
 PAUSES_MAX: Final = 10_000
+#: A block that was copied is remembered for one to two times so long, or until so many others were.
+LATELY_S: Final = 60.0
+LATELY_BLOCKS_MAX: Final = 1 << 20
 
 _TAKEN: Final = (int(BlockStatus.STORED), int(BlockStatus.ALREADY_PRESENT))
 
@@ -83,6 +87,9 @@ class Copies:
         self._from: Counter[str] = Counter()
         self._commands_to: Counter[str] = Counter()
         self._pauses: dict[tuple[str, str], _Pause] = {}
+        self._lately = Table()
+        self._before = Table()
+        self._rotated_at = 0.0
 
     def __len__(self) -> int:
         """Commands that have not been answered."""
@@ -95,6 +102,10 @@ class Copies:
         if not self._keys:
             return np.zeros(len(keys), dtype=np.bool_)
         return np.fromiter((key in self._keys for key in _each(keys)), dtype=np.bool_, count=len(keys))
+
+    def lately(self, keys: Keys) -> npt.NDArray[np.uint32]:
+        """How often each block (scoped keys) was taken lately: u32[n]. Copies beyond those wanted did not last."""
+        return self._lately.find(keys) + self._before.find(keys)
 
     def room(self, source: str, target: str) -> int:
         """Bytes that may be ordered now from one node to another; 0 for none."""
@@ -151,6 +162,8 @@ class Copies:
         self.bytes_copied += min(event.nbytes, copy.nbytes)
         self._close(copy)
         if taken.any():
+            some = copy.keys[taken]
+            self._lately.put(some, self._lately.find(some) + np.uint32(1))
             self._landing[copy.command] = copy
             copy.landed_at = now
         else:
@@ -191,6 +204,8 @@ class Copies:
         for copy in [copy for copy in self._landing.values() if now - (copy.landed_at or 0.0) >= LANDING_S]:
             del self._landing[copy.command]
             self._keys.difference_update(_each(copy.keys))
+        if now - self._rotated_at >= LATELY_S or self._lately.live >= LATELY_BLOCKS_MAX:
+            self._before, self._lately, self._rotated_at = self._lately, Table(), now
         for name in [name for name, pause in self._pauses.items() if now >= pause.until + PAUSE_MAX_S]:
             del self._pauses[name]
         failed = []
@@ -213,6 +228,7 @@ class Copies:
         for counts in (self._to, self._from, self._commands_to):
             counts.clear()
         self._pauses.clear()
+        self._lately, self._before = Table(), Table()
 
     def pause(self, node_id: str, now: float) -> None:
         """Leave a node alone for a while, and longer if it goes on."""
@@ -233,6 +249,8 @@ class Copies:
 
     def check(self) -> None:
         """Assert that counts and keys agree, and that no block moves twice."""
+        self._lately.check()
+        self._before.check()
         assert len(self._open) <= COMMANDS_MAX
         copies = [*self._open.values(), *self._landing.values()]
         assert len({copy.command for copy in copies}) == len(copies)

@@ -37,6 +37,9 @@ class Why:
     only: frozenset[str] | None = None
 
 
+#: A block is copied so many times as often, within a minute or two, as it can need for all its replicas: what did not
+#: last until then has no room, and would only push others out.
+ROUNDS: Final = 2
 #: What is to be done with blocks that got no copy: nothing can take them, or nothing can now.
 NOWHERE: Final = "nowhere"
 BUSY: Final = "busy"
@@ -85,6 +88,9 @@ class Planner:
         group, rows, keys, scoped = found
         ids = self._directory.living_ids(piece.table, keys)
         todo = (self._replicas.short(ids, wanted) > 0) & ~self._copies.moving(scoped)
+        passing = todo & (self._copies.lately(scoped) >= ROUNDS * (wanted - 1))
+        self.unplaced["did_not_last"] += int(np.count_nonzero(passing))
+        todo &= ~passing
         why = Why(CopyReason.REPLICA, piece.pressing, attempts=piece.attempts)
         waits = np.zeros(len(rows), dtype=np.bool_)
         for set_id in np.unique(ids[todo]).tolist():

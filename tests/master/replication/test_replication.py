@@ -329,3 +329,20 @@ def test_while_an_order_to_let_go_does_not_show_nobody_else_is_told() -> None:
     assert len(pool.ordered(m.SendSurplus)) == 1
     pool.run(20)
     assert len(pool.ordered(m.SendSurplus)) > 1, "it is told again when it does not obey"
+
+
+def test_copies_that_do_not_last_are_not_made_again_and_again() -> None:
+    """Three replicas are wanted, and one node has no room: what it takes it evicts at once."""
+    pool = pool_of(nodes=3, replicas=3)
+    full = pool.nodes["n2"]
+    keep = full.store
+
+    def evicted(key: tuple[Namespace, str, bytes], tier: int = Tier.DRAM, epoch: int = 0) -> None:
+        keep(key, tier, epoch)
+        full.lose(key)
+
+    full.store = evicted  # type: ignore[method-assign]
+    pool.store("n0", 1)
+    pool.run(120)
+    assert pool.have(1) == 2
+    assert full.copied <= 4, f"the same block was copied there {full.copied} times in two minutes"
