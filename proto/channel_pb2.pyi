@@ -32,7 +32,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., session: _Optional[bytes] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class HelloOk(_message.Message):
-    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch", "leading", "leader")
+    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch", "leading", "leader", "rails")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class HelloOk(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
+    RAILS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     role: str
@@ -61,7 +62,8 @@ class HelloOk(_message.Message):
     epoch: int
     leading: bool
     leader: str
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ...) -> None: ...
+    rails: str
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., rails: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")
@@ -326,16 +328,20 @@ class MapSlabsOk(_message.Message):
     def __init__(self, slabs: _Optional[bytes] = ..., length: _Optional[bytes] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRegion(_message.Message):
-    __slots__ = ("region", "address", "length", "memfd")
+    __slots__ = ("region", "address", "length", "memfd", "agent", "memory")
     REGION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     MEMFD_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     region: int
     address: int
     length: int
     memfd: bool
-    def __init__(self, region: _Optional[int] = ..., address: _Optional[int] = ..., length: _Optional[int] = ..., memfd: bool = ...) -> None: ...
+    agent: bytes
+    memory: str
+    def __init__(self, region: _Optional[int] = ..., address: _Optional[int] = ..., length: _Optional[int] = ..., memfd: bool = ..., agent: _Optional[bytes] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class RegisterRegionOk(_message.Message):
     __slots__ = ("method",)
@@ -390,18 +396,20 @@ class Write(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums")
+    __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums", "hash_here")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    HASH_HERE_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     region: int
     descriptors: bytes
     pieces: int
     checksums: bytes
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    hash_here: bool
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ..., hash_here: bool = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("reservation", "checksums", "mask")
@@ -450,6 +458,44 @@ class HintOk(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class OpenRails(_message.Message):
+    __slots__ = ("rails", "backend", "agent")
+    RAILS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    rails: str
+    backend: str
+    agent: bytes
+    def __init__(self, rails: _Optional[str] = ..., backend: _Optional[str] = ..., agent: _Optional[bytes] = ...) -> None: ...
+
+class OpenRailsOk(_message.Message):
+    __slots__ = ("agent", "slabs", "pattern_address", "pattern_bytes", "pattern_seed")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    PATTERN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PATTERN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PATTERN_SEED_FIELD_NUMBER: _ClassVar[int]
+    agent: bytes
+    slabs: bytes
+    pattern_address: int
+    pattern_bytes: int
+    pattern_seed: int
+    def __init__(self, agent: _Optional[bytes] = ..., slabs: _Optional[bytes] = ..., pattern_address: _Optional[int] = ..., pattern_bytes: _Optional[int] = ..., pattern_seed: _Optional[int] = ...) -> None: ...
+
+class TestRail(_message.Message):
+    __slots__ = ("region", "seed")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    seed: int
+    def __init__(self, region: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class TestRailOk(_message.Message):
+    __slots__ = ("problem",)
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    problem: str
+    def __init__(self, problem: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ()

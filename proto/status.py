@@ -32,6 +32,7 @@ class BlockStatus(IntEnum):
     NOT_YET = 26  #: the directory is still being rebuilt
     NO_ROOM = 27  #: on SSD, and no memory could be had to read it into
     READ_ERROR = 28  #: on SSD, and the device did not give it back
+    PENDING = 29  #: late, and a one-sided transfer may still write to its memory: not to be reused until it has settled
     QUOTA = 40  #: the tenant is at its limit
     FULL = 41  #: no room, and nothing evictable
     REFUSED = 42  #: the node refused it; the log has the reason

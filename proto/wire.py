@@ -77,6 +77,10 @@ class Kind(IntEnum):
     HINT_OK = 61
     NODE_CHECK = 62
     NODE_CHECK_OK = 63
+    OPEN_RAILS = 64
+    OPEN_RAILS_OK = 65
+    TEST_RAIL = 66
+    TEST_RAIL_OK = 67
 
 
 _KNOWN = frozenset(int(kind) for kind in Kind)

@@ -11,7 +11,7 @@ an unreachable or silent node is ``NODE_LOST``, a passed deadline ``LATE``, in e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -38,12 +38,27 @@ class Endpoint:
     boot_id: str = ""
 
 
+class Landing(Protocol):
+    """A one-sided transfer that its call could not wait for: its memory is in use until it has settled."""
+
+    def settled(self) -> bool:
+        """True once no byte can move any more."""
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until then, or until ``deadline`` (monotonic seconds); :meth:`settled`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """A read: block i of ``blocks`` receives the block whose hash is the i-th of ``hashes``.
 
     ``hashes`` is packed, n * hash_bytes. ``deadline`` is in monotonic seconds. ``epoch``: the weight epoch of
     the reader's namespace handle; a node at another one has nothing for it.
+
+    ``parts``: ends of byte ranges of a block, ascending, the last is ``block_bytes`` (a range: the pages of a group of
+    layers). ``landed(k, loaded)`` is called in order of k, from any one thread, when range k of every block that
+    ``loaded`` (bool[n]) names is in place under a lease that stands; at the latest before the call returns. Checksums
+    are of whole blocks, so the call's own answer may still take a block back.
     """
 
     namespace: Namespace
@@ -53,17 +68,21 @@ class Fetch:
     deadline: float
     verify: Verify = "sample"
     epoch: int = 0
+    parts: tuple[int, ...] = ()
+    landed: Callable[[int, Mask], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """``status``, ``tier``: u8[n]; ``tier`` is where a loaded block was when the node was asked. ``delta_seq``
-    goes into a miss report. Unloaded rows may hold garbage."""
+    goes into a miss report. Unloaded rows may hold garbage; those that are PENDING may still be written to until all
+    of ``pending`` have settled."""
 
     status: StatusArray
     tier: npt.NDArray[np.uint8]
     delta_seq: int = 0
     bytes_moved: int = 0
+    pending: tuple[Landing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +103,13 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """``status``: u8[n]; ``durable``: bool[n], True where the node has the block flushed on SSD, None: nowhere.
-    No source byte is read after the call returns."""
+    No source byte is read after the call returns, but of blocks that are PENDING until all of ``pending`` have
+    settled; what is read late is never stored."""
 
     status: StatusArray
     bytes_moved: int = 0
     durable: Mask | None = None
+    pending: tuple[Landing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstrata.proto.errors import Closed, InvalidArgument
 from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.memory import HOST, Memory
 
 PIECES_MAX = 1 << 16
 _ids = itertools.count(1)
@@ -26,7 +27,8 @@ Descriptors = npt.NDArray[np.int64]
 
 
 class Region:
-    """Memory registered for transfers: ``address``, ``nbytes``, and a flat u8 view ``bytes``.
+    """Memory registered for transfers: ``address``, ``nbytes``, where it is (``memory``), and, on the host, a flat u8
+    view ``bytes``.
 
     ``memfd`` is the descriptor of memory that a node on this host can map, -1 for ordinary memory.
     The region keeps the buffer alive. Valid until ``client.unregister(region)`` or ``client.close()``.
@@ -34,13 +36,29 @@ class Region:
 
     def __init__(self, flat: Bytes, owner: object, memfd: int = -1) -> None:
         self.id = next(_ids)
-        self.bytes = flat
+        self._bytes: Bytes | None = flat
         self.nbytes = flat.nbytes
         self.address = flat.ctypes.data if flat.nbytes else 0
+        self.memory: Memory = HOST
         self.writable = bool(flat.flags.writeable)
         self.memfd = memfd
         self.owner = owner
         self.closed = False
+
+    @classmethod
+    def on_device(cls, memory: Memory, address: int, nbytes: int, owner: object, *, writable: bool = True) -> Region:
+        """Device memory: it has an address, and no bytes that this process could read."""
+        region = cls(np.empty(0, np.uint8), owner)
+        region._bytes = None
+        region.memory, region.address, region.nbytes, region.writable = memory, address, nbytes, writable
+        return region
+
+    @property
+    def bytes(self) -> Bytes:
+        """u8[nbytes]. Raises :class:`InvalidArgument` for device memory."""
+        if self._bytes is None:
+            raise InvalidArgument(f"memory on {self.memory.spelled()} has no bytes that the host can read")
+        return self._bytes
 
     def rows(self, namespace: Namespace) -> BlockView:
         """Row i of a C-contiguous [n, block_bytes] array is block i; a shorter tail is left out."""

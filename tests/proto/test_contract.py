@@ -127,7 +127,8 @@ def test_status_values_are_frozen() -> None:
     assert {status.name: status.value for status in BlockStatus} == {
         "UNKNOWN": 0, "STORED": 1, "ALREADY_PRESENT": 2, "LOADED": 3, "RESERVED": 10, "IN_FLIGHT": 11,
         "MISSING": 20, "EVICTED": 21, "LEASE_LOST": 22, "CORRUPT": 23, "NODE_LOST": 24, "LATE": 25,
-        "NOT_YET": 26, "NO_ROOM": 27, "READ_ERROR": 28, "QUOTA": 40, "FULL": 41, "REFUSED": 42, "ABORTED": 43,
+        "NOT_YET": 26, "NO_ROOM": 27, "READ_ERROR": 28, "PENDING": 29, "QUOTA": 40, "FULL": 41, "REFUSED": 42,
+        "ABORTED": 43,
     }  # fmt: skip
     assert {status for status in BlockStatus if 0 < status < 10} == HELD
     assert {why.name: why.value for why in Departure} == {
