@@ -61,6 +61,21 @@ class NodeLink:
             releases=self.take_releases(),
         )
 
+    def acquire(
+        self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int
+    ) -> tuple[pb.AcquireOk, float]:
+        """Leases on slots, to be read from elsewhere: the node's answer, and the moment before it was asked."""
+        sent = time.monotonic()
+        message = pb.Acquire(
+            ns=self.handle(namespace, deadline),
+            salt=salt,
+            hashes=hashes,
+            deadline_ms=max(1, int((deadline - sent) * 1e3)),
+            releases=self.take_releases(),
+            epoch=epoch,
+        ).SerializeToString()
+        return expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
+
     # ------------------------------------------------------------------ blocks by name
 
     def prefetch(self, blocks: Named) -> StatusArray:

@@ -12,35 +12,27 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, InvalidArgument, KVError, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import SLOT_ROW, BlockStatus, HintKind
-from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Mask, Named, Push, Pushed, StatusArray
-from kvstrata.transfer.checksums import Sampler, block_checksum, checksums
-from kvstrata.transfer.connection import expect
+from kvstrata.transfer.checksums import Sampler, block_checksum
 from kvstrata.transfer.copier import copy_into, copy_one
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.link import NodeLink, settle, undecided
+from kvstrata.transfer.pulling import pull
 from kvstrata.transfer.regions import BlockView, Region
-from kvstrata.transfer.replies import flags, statuses
 from kvstrata.transfer.slabs import SlabMap
 from kvstrata.transfer.stage import Stage
 from kvstrata.transfer.views import ShmLease
 
-#: Stores up to this size are hashed first and commit in the same round trip.
-COMMIT_AT_ONCE_BYTES: Final = 256 << 10
-
 _LOADED = int(BlockStatus.LOADED)
 _ONE_LOADED = bytes([_LOADED])
-_RESERVED = int(BlockStatus.RESERVED)
 
 
 class ShmTransport:
@@ -110,7 +102,7 @@ class ShmPeer:
         """The same for one block in one piece, without arrays: here every microsecond shows."""
         blocks, namespace = request.blocks, request.namespace
         try:
-            reply, sent = self._ask(namespace, request.salt, request.hashes, request.deadline, request.epoch)
+            reply, sent = self.link.acquire(namespace, request.salt, request.hashes, request.deadline, request.epoch)
             if reply.status != _ONE_LOADED or len(reply.rows) != SLOT_ROW.size or len(reply.tier) != 1:
                 granted = Granted(reply, sent, 1)
                 return Fetched(granted.status, np.zeros(1, np.uint8), granted.delta_seq)
@@ -137,24 +129,8 @@ class ShmPeer:
             return Fetched(status, np.zeros(1, np.uint8))
 
     def _acquire(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int) -> Granted:
-        reply, sent = self._ask(namespace, salt, hashes, deadline, epoch)
+        reply, sent = self.link.acquire(namespace, salt, hashes, deadline, epoch)
         return Granted(reply, sent, len(hashes) // namespace.hash_bytes)
-
-    def _ask(
-        self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int
-    ) -> tuple[pb.AcquireOk, float]:
-        """The node's answer, and the moment before it was asked."""
-        link = self.link
-        sent = time.monotonic()
-        message = pb.Acquire(
-            ns=link.handle(namespace, deadline),
-            salt=salt,
-            hashes=hashes,
-            deadline_ms=max(1, int((deadline - sent) * 1e3)),
-            releases=link.take_releases(),
-            epoch=epoch,
-        ).SerializeToString()
-        return expect(pb.AcquireOk, link.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
 
     def _copy_out(self, request: Fetch, granted: Granted, status: StatusArray) -> None:
         """Copy and check what was granted. Raises :class:`KVError`; none of it counts as loaded then."""
@@ -236,38 +212,13 @@ class ShmPeer:
     def pull(self, request: Push, status: StatusArray, durable: Mask) -> None:
         """Let the node take the blocks; fills ``status`` and ``durable``."""
         try:
-            self._pull_once(request, status, durable)
+            pull(self.link, request, status, durable)
         except InvalidArgument as error:
             if "region" not in str(error):
                 raise
             self._methods.pop(request.blocks.region.id, None)  # the node forgot our session: a broken link
             self.method(request.blocks.region)
-            self._pull_once(request, status, durable)
-
-    def _pull_once(self, request: Push, status: StatusArray, durable: Mask) -> None:
-        link, blocks = self.link, request.blocks
-        at_once = len(blocks) * blocks.block_bytes <= COMMIT_AT_ONCE_BYTES
-        message = pb.Pull(
-            reserve=link.reserve(request),
-            region=blocks.region.id,
-            descriptors=blocks.table.tobytes(),
-            pieces=blocks.pieces,
-            checksums=checksums(blocks).tobytes() if at_once else b"",
-        ).SerializeToString()
-        hashed: list[npt.NDArray[np.uint64]] = []
-        meanwhile = None if at_once else lambda: hashed.append(checksums(blocks))
-        frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
-        reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
-        status[:] = statuses(reply.status, len(status), BlockStatus.REFUSED)
-        durable[:] = flags(reply.durable, len(status))
-        granted = np.flatnonzero(status == _RESERVED)
-        if not len(granted):
-            return
-        commit = pb.Commit(reservation=reply.reservation, checksums=hashed[-1][granted].tobytes())
-        frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
-        done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
-        status[granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
-        durable[granted] = flags(done.durable, len(granted))
+            pull(self.link, request, status, durable)
 
     def method(self, region: Region) -> str:
         """How the node reads a region: asked once a region, "" means staging."""

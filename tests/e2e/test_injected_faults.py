@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.client import Client
 from kvstrata.proto.errors import InvalidArgument
-from kvstrata.transfer import shm
+from kvstrata.transfer import pulling
 from kvstrata.transfer.faults import Faults
 from tests.e2e.real_pool import RealPool, keys, payload, until
 
@@ -99,7 +99,7 @@ def test_bytes_that_changed_after_they_were_hashed_are_not_committed(
     with Client(pool.address, transport="shm") as client:
         ns = client.namespace("model/i", block_bytes=BLOCK_BYTES, block_tokens=16)
         rows = client.register(payload(hashes, "", BLOCK_BYTES)).rows(ns)
-        sound = shm.checksums
-        monkeypatch.setattr(shm, "checksums", lambda blocks: sound(blocks) ^ np.uint64(1))
+        sound = pulling.checksums
+        monkeypatch.setattr(pulling, "checksums", lambda blocks: sound(blocks) ^ np.uint64(1))
         assert client.store(ns, "", hashes, rows).reasons == {"corrupt": 4}
         assert not client.load(ns, "", hashes, rows).loaded.any()
