@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,14 @@ class Peer(Protocol):
         """Called now and then by the owner: gives back leases, renews views, probes an open breaker."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReachesMemory(Protocol):
+    """What a peer is beside, when its ``fetch`` and ``push`` may name device memory; without it that is staged."""
+
+    def reaches_memory(self, region: Region) -> bool:
+        """Whether bytes can move straight between the node and ``region`` now. Quick."""
 
 
 class Transport(Protocol):

@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ Descriptors = npt.NDArray[np.int64]
 
 class Region:
     """Memory registered for transfers: ``address``, ``nbytes``, where it is (``memory``), and, on the host, a flat u8
-    view ``bytes``.
+    view ``bytes``. ``extents``: (address, bytes) of what may be named, ascending and apart; one, but on a device,
+    where a region may span several allocations with something else between them.
 
     ``memfd`` is the descriptor of memory that a node on this host can map, -1 for ordinary memory.
     The region keeps the buffer alive. Valid until ``client.unregister(region)`` or ``client.close()``.
@@ -40,6 +42,7 @@ class Region:
         self.nbytes = flat.nbytes
         self.address = flat.ctypes.data if flat.nbytes else 0
         self.memory: Memory = HOST
+        self.extents: tuple[tuple[int, int], ...] = ((self.address, self.nbytes),)
         self.writable = bool(flat.flags.writeable)
         self.memfd = memfd
         self.owner = owner
@@ -48,9 +51,27 @@ class Region:
     @classmethod
     def on_device(cls, memory: Memory, address: int, nbytes: int, owner: object, *, writable: bool = True) -> Region:
         """Device memory: it has an address, and no bytes that this process could read."""
+        return cls.spanning(memory, [(address, nbytes)], owner, writable=writable)
+
+    @classmethod
+    def spanning(
+        cls, memory: Memory, extents: Iterable[tuple[int, int]], owner: object, *, writable: bool = True
+    ) -> Region:
+        """Allocations (address, bytes) of one device, as one region from the first byte to the last.
+
+        Those that touch or overlap count as one.
+        """
+        merged: list[tuple[int, int]] = []
+        for address, nbytes in sorted(extents):
+            if merged and address <= sum(merged[-1]):
+                first = merged[-1][0]
+                merged[-1] = (first, max(sum(merged[-1]), address + nbytes) - first)
+            else:
+                merged.append((address, nbytes))
         region = cls(np.empty(0, np.uint8), owner)
         region._bytes = None
-        region.memory, region.address, region.nbytes, region.writable = memory, address, nbytes, writable
+        region.memory, region.extents, region.writable = memory, tuple(merged), writable
+        region.address, region.nbytes = merged[0][0], sum(merged[-1]) - merged[0][0]
         return region
 
     @property
@@ -62,6 +83,8 @@ class Region:
 
     def rows(self, namespace: Namespace) -> BlockView:
         """Row i of a C-contiguous [n, block_bytes] array is block i; a shorter tail is left out."""
+        if len(self.extents) > 1:
+            raise InvalidArgument("the region spans several allocations: name its blocks by region.view()")
         count = self.nbytes // namespace.block_bytes
         if count == 0:
             raise InvalidArgument(f"the region has {self.nbytes} bytes: not one block of {namespace.block_bytes}")
@@ -87,6 +110,8 @@ class Region:
                 f"block {block} piece {piece}: ({start[block, piece]}, {length[block, piece]}) "
                 f"is not inside the region's {self.nbytes} bytes"
             )
+        if len(self.extents) > 1:
+            self._check_extents(start, length)
         total = length.sum(axis=1)
         if (total != namespace.block_bytes).any():
             block = int(np.flatnonzero(total != namespace.block_bytes)[0])
@@ -94,6 +119,19 @@ class Region:
                 f"block {block} adds up to {total[block]} bytes: the namespace says {namespace.block_bytes}"
             )
         return BlockView(self, table, namespace.block_bytes)
+
+    def _check_extents(self, start: Descriptors, length: Descriptors) -> None:
+        """Every piece lies in one extent. Raises :class:`InvalidArgument` naming the first that does not."""
+        extents = np.array(self.extents, np.int64)
+        at = start + self.address
+        extent = extents[np.searchsorted(extents[:, 0], at, side="right") - 1]
+        bad = at + length > extent.sum(axis=-1)
+        if bad.any():
+            block, piece = np.argwhere(bad)[0]
+            raise InvalidArgument(
+                f"block {block} piece {piece}: ({start[block, piece]}, {length[block, piece]}) "
+                f"is in none of the region's {len(extents)} allocations"
+            )
 
     def close(self) -> None:
         """Not usable for new transfers; its own memory goes when nobody holds an array over it."""
