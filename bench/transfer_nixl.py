@@ -1,0 +1,140 @@
+"""Raw NIXL as a roofline: an agent that reads another process' memory, the same descriptors, nothing of ours between.
+
+``cma`` is UCX over cross-memory attach between processes of one host, ``rdma`` UCX over whatever RDMA device is there.
+Progress threads are off: the target makes progress in a loop of its own, the reader while it waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from cases import Round, measure
+from transfer_shapes import BYTES_MAX, END_S, ROUND_S, Shape, random_bytes, serve
+
+#: UCX cannot make its backend without a transport that two agents can find each other by.
+UCX_TLS: Final = {"cma": "cma,posix,sysv,self,tcp", "rdma": "^tcp"}
+PROGRESS_S: Final = 0.005
+CALL_S: Final = 20.0
+
+
+def nixl_bindings() -> str:
+    """The module to import, "" when NIXL is not installed."""
+    return next((name for name in ("nixl_cu12", "nixl_cu13", "nixl") if importlib.util.find_spec(name)), "")
+
+
+class Agent:
+    """An agent with one registered buffer."""
+
+    def __init__(self, name: str, kind: str, buffer: np.ndarray) -> None:  # type: ignore[type-arg]
+        os.environ.setdefault("UCX_TLS", UCX_TLS[kind])
+        self.nixl: Any = importlib.import_module(f"{nixl_bindings()}._bindings")
+        config = self.nixl.nixlAgentConfig()
+        config.useProgThread = config.useListenThread = False
+        config.syncMode = self.nixl.NIXL_THREAD_SYNC_STRICT
+        self.agent = self.nixl.nixlAgent(name, config)
+        parameters, _ = self.agent.getPluginParams("UCX")
+        self.backend = self.agent.createBackend("UCX", dict(parameters))
+        self.buffer = buffer
+        span = [(buffer.ctypes.data, buffer.nbytes, 0, "")]
+        self.agent.registerMem(self.nixl.nixlRegDList(self.nixl.DRAM_SEG, span), [self.backend])
+
+    def progress(self) -> None:
+        self.agent.getNotifs({}, [self.backend])
+
+    def read(self, peer: str, local: Any, remote: Any) -> None:
+        """Copy piece by piece; u64[n, 3] of (address, length, device) each. Returns when the bytes are there."""
+        nixl, kind = self.nixl, self.nixl.DRAM_SEG
+        handle = self.agent.createXferReq(
+            nixl.NIXL_READ, nixl.nixlXferDList(kind, local), nixl.nixlXferDList(kind, remote), peer, b"", [self.backend]
+        )
+        state = self.agent.postXferReq(handle, b"")
+        until = time.monotonic() + CALL_S
+        while state == nixl.NIXL_IN_PROG:
+            self.progress()
+            state = self.agent.getXferStatus(handle)
+            if time.monotonic() > until:
+                raise TimeoutError(f"a transfer of {len(local)} pieces did not end within {CALL_S:g} s")
+        self.agent.releaseXferReq(handle)
+        if state != nixl.NIXL_SUCCESS:
+            raise OSError(f"a transfer ended as {state}")
+
+
+def raw_nixl(pipe: Connection, kind: str) -> None:
+    """The main of a :class:`transfer_shapes.Worker`: the reader, and the target as its child."""
+    if not nixl_bindings():
+        pipe.send(("no", "NIXL is not installed: pip install 'kvstrata[rdma]'"))
+        return
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    target = context.Process(target=_target, args=(theirs, kind))
+    target.start()
+    theirs.close()
+    try:
+        if not ours.poll(ROUND_S):
+            raise TimeoutError("the target did not start")
+        metadata, address = ours.recv()
+        reader = Reader(kind, metadata, address)
+        serve(pipe, {"nixl": reader.round})
+    except Exception as error:  # noqa: BLE001 - said by the process that asked
+        pipe.send(("no", f"raw NIXL does not run over {kind}: {type(error).__name__}: {error}"))
+    finally:
+        ours.close()
+        target.join(END_S)
+        if target.is_alive():
+            target.kill()
+    os._exit(0)  # an agent whose peer is gone may take seconds to end
+
+
+class Reader:
+    def __init__(self, kind: str, metadata: bytes, address: int) -> None:
+        self._agent = Agent("reader", kind, np.zeros(BYTES_MAX, np.uint8))
+        name = self._agent.agent.loadRemoteMD(metadata)
+        self._peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._address = address
+        self._expected = random_bytes()
+
+    def round(self, op: str, shape: Shape) -> Round:
+        """A load scatters to where the pieces lie; a store, which the other side reads, gathers from there."""
+        paged = shape.offsets().ravel()
+        packed = np.arange(len(paged), dtype=np.int64) * shape.piece_bytes
+        ours, theirs = (paged, packed) if op == "load" else (packed, paged)
+        local, remote = (
+            self._pieces(self._agent.buffer.ctypes.data + ours, shape),
+            self._pieces(self._address + theirs, shape),
+        )
+        self._agent.read(self._peer, local, remote)
+        calls = [lambda: self._agent.read(self._peer, local, remote)] * shape.calls
+        self._agent.buffer[: shape.nbytes] = 0
+        taken = measure(calls, shape.calls * shape.nbytes)
+        pieces = self._agent.buffer[: shape.nbytes].reshape(-1, shape.piece_bytes)
+        expected = self._expected[: shape.nbytes].reshape(-1, shape.piece_bytes)
+        if not (pieces[ours // shape.piece_bytes] == expected[theirs // shape.piece_bytes]).all():
+            raise OSError("wrong bytes")
+        return taken
+
+    @staticmethod
+    def _pieces(address: np.ndarray, shape: Shape) -> np.ndarray:  # type: ignore[type-arg]
+        rows = np.zeros((len(address), 3), np.uint64)
+        rows[:, 0], rows[:, 1] = address, shape.piece_bytes
+        return rows
+
+
+def _target(pipe: Connection, kind: str) -> None:
+    agent = Agent("target", kind, random_bytes())
+    pipe.send((agent.agent.getLocalMD(), agent.buffer.ctypes.data))
+    try:
+        while not pipe.poll(PROGRESS_S):
+            agent.progress()
+    except (BrokenPipeError, EOFError):
+        pass
+    os._exit(0)

@@ -1,0 +1,153 @@
+"""kvstrata for bench/transfer.py: a master and a node as real processes, and a client for each way to reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from cases import Round, measure
+from transfer_shapes import BYTES_MAX, Shape, random_bytes
+
+from kvstrata.client import Client, LoadResult, StoreResult
+
+ANY: Final = "127.0.0.1:0"
+HASH_BYTES: Final = 16
+#: Until a client reaches the node by the transport it was told.
+OPEN_S: Final = 20.0
+END_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """``rails``: how the node says it can be reached one-sided, "" not at all."""
+
+    master: str
+    node_pid: int
+    rails: str
+
+
+@contextlib.contextmanager
+def pool(dram: str, rails: str) -> Iterator[Pool]:
+    """A pool with one node; ``rails`` as ``kvstrata storage --rdma``, "" for its default."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder, contextlib.ExitStack() as stack:
+        data = Path(folder)
+        _, master = stack.enter_context(
+            _daemon("master", "--listen", ANY, "--grpc", ANY, "--http", ANY, "--state", str(data / "state.db"))
+        )
+        process, ready = stack.enter_context(
+            _daemon(
+                "storage", "--master", master["channel"], "--listen", ANY, "--http", ANY,
+                "--data", str(data / "node"), "--dram", dram, *(("--rdma", rails) if rails not in ("", "off") else ()),
+            )
+        )  # fmt: skip
+        yield Pool(str(master["channel"]), process.pid, str(ready.get("rails") or ""))
+
+
+@contextlib.contextmanager
+def _daemon(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    command = [sys.executable, "-m", "kvstrata.cli.app", *arguments, "--log-format", "json", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"kvstrata {arguments[0]} did not start: its reason is above")
+        yield process, json.loads(line)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Way:
+    """One client, one transport, one kind of memory to store from: "numpy", or "shared" (of ``client.allocate``)."""
+
+    def __init__(self, system: str, master: str, transport: str, memory: str = "numpy") -> None:
+        self.system = system
+        self._client = Client(master, transport=transport, transfer_deadline_ms=20_000)
+        self._count = 0
+        self._memory = memory
+        self._bytes = random_bytes()
+        try:
+            self._source = self._region()
+            self._target = self._client.register(np.zeros(BYTES_MAX, np.uint8))
+            self._source.bytes[:] = self._bytes
+            self.reached = self._reach()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def _region(self) -> Any:
+        if self._memory == "shared":
+            return self._client.allocate(BYTES_MAX)
+        return self._client.register(np.zeros(BYTES_MAX, np.uint8))
+
+    def _reach(self) -> str:
+        """Store and load until all is by the transport that was asked for; the transport in use, as health names it."""
+        shape, until = Shape("first", 4, 64 << 10), time.monotonic() + OPEN_S
+        while True:
+            try:
+                self.rounds(shape, calls=1)
+            except AssertionError as error:
+                if time.monotonic() > until:
+                    problems = self._client.health()["problems"]
+                    raise SystemExit(f"{self.system}: {error}; its health says: {problems}") from error
+                time.sleep(0.1)
+                continue
+            nodes: Any = self._client.health()["nodes"]
+            return str(nodes[0]["transport"]) if nodes else ""
+
+    def rounds(self, shape: Shape, calls: int = 0) -> tuple[Round, Round]:
+        """(store, load): every call stores or loads fresh blocks; bytes are compared after, blocks removed."""
+        client, calls = self._client, calls or shape.calls
+        namespace = client.namespace(
+            f"bench/{shape.block_bytes}", block_bytes=shape.block_bytes, block_tokens=16, hash_bytes=HASH_BYTES
+        )
+        table = np.stack([shape.offsets(), np.full((shape.blocks, shape.pieces), shape.piece_bytes)], axis=2)
+        source, target = self._source.view(namespace, table), self._target.view(namespace, table)
+        keys = [self._hashes(shape.blocks) for _ in range(calls + 1)]
+        nbytes = calls * shape.nbytes
+        try:
+            _whole(client.store(namespace, "", keys[0], source))
+            stored = measure([_call(client.store, namespace, key, source) for key in keys[1:]], nbytes)
+            self._target.bytes[: shape.nbytes] = 0
+            _whole(client.load(namespace, "", keys[0], target))
+            loaded = measure([_call(client.load, namespace, key, target) for key in keys[1:]], nbytes)
+            assert (self._target.bytes[: shape.nbytes] == self._bytes[: shape.nbytes]).all(), "wrong bytes"
+        finally:
+            for key in keys:
+                client.remove(namespace, "", key)
+        return stored, loaded
+
+    def _hashes(self, count: int) -> bytes:
+        self._count += 1
+        names = (f"{self.system}/{self._count}/{index}".encode() for index in range(count))
+        return b"".join(hashlib.blake2b(name, digest_size=HASH_BYTES).digest() for name in names)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _call(call: Callable[..., LoadResult | StoreResult], namespace: object, key: bytes, blocks: object) -> Any:
+    return lambda: _whole(call(namespace, "", key, blocks))
+
+
+def _whole(result: StoreResult | LoadResult) -> None:
+    held = {"stored", "already_present", "loaded"}
+    assert not set(result.reasons) - held, f"blocks were not moved: {result.reasons}"

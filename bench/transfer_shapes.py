@@ -1,0 +1,119 @@
+"""What bench/transfer.py moves, and the process that a roofline runs in."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from cases import Round, calls_for
+
+Int64s = npt.NDArray[np.int64]
+
+#: For one round of one roofline, and for a process to start or end.
+ROUND_S: Final = 60.0
+END_S: Final = 10.0
+SEED: Final = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A call moves ``blocks`` blocks of ``pieces`` pieces each. Several pieces of a block lie as the layers of a paged
+    cache do: piece j of all blocks, then piece j + 1 of all."""
+
+    name: str
+    blocks: int
+    block_bytes: int
+    pieces: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.block_bytes // self.pieces
+
+    @property
+    def calls(self) -> int:
+        """How many a round."""
+        return calls_for(self.piece_bytes, self.blocks * self.pieces)
+
+    def offsets(self) -> Int64s:
+        """i64[blocks, pieces]: where a block's pieces lie in the engine's memory."""
+        block, piece = np.arange(self.blocks)[:, None], np.arange(self.pieces)[None, :]
+        return np.asarray((piece * self.blocks + block) * self.piece_bytes, np.int64)
+
+
+SHAPES: Final = (
+    Shape("64 x 64 KiB", 64, 64 << 10),
+    Shape("1024 x 32 KiB", 1024, 32 << 10),
+    Shape("16 x (64 x 32 KiB)", 16, 2 << 20, 64),
+    Shape("64 x 2 MiB", 64, 2 << 20),
+    Shape("1 x 64 MiB", 1, 64 << 20),
+)
+BYTES_MAX: Final = max(shape.nbytes for shape in SHAPES)
+
+
+def random_bytes(nbytes: int = BYTES_MAX) -> npt.NDArray[np.uint8]:
+    """The same in every process."""
+    return np.random.default_rng(SEED).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Worker:
+    """A process that runs rounds when asked. ``main(pipe, *given)`` says ("ready", ...) or ("no", why) first, then
+    answers each request with a :class:`Round` or the text of what went wrong, and ends when the pipe does."""
+
+    def __init__(self, main: Callable[..., None], *given: object) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=main, args=(theirs, *given))
+        self._process.start()
+        theirs.close()
+        word, *told = self._receive(ROUND_S)
+        self.problem = "" if word == "ready" else str(told[0])
+        self.told: list[Any] = told
+
+    def round(self, *what: object) -> Round:
+        self._pipe.send(what)
+        answer = self._receive(ROUND_S)
+        if not isinstance(answer, Round):
+            raise SystemExit(f"{what[0]}: {answer}")
+        return answer
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except EOFError:
+            raise SystemExit("a roofline's process ended: its reason is above") from None
+        self.close()
+        raise SystemExit(f"a roofline's process did not answer within {seconds:g} s")
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def serve(pipe: Connection, systems: dict[str, Callable[..., Round]], *told: object) -> None:
+    """Answer (system, ...) until the pipe ends."""
+    pipe.send(("ready", *told))
+    while True:
+        try:
+            system, *given = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(systems[system](*given))
+        except Exception as error:  # noqa: BLE001 - said by the process that asked
+            pipe.send(f"{type(error).__name__}: {error}")
