@@ -28,8 +28,8 @@ Bytes = npt.NDArray[np.uint8]
 class Pinned(Protocol):
     """Host memory that the device reaches by itself.
 
-    ``bytes``: flat u8. ``memfd``: its descriptor, for a node on this host to map (offset 0 is ``bytes[0]``); valid until
-    :meth:`close`, so whoever keeps it longer duplicates it.
+    ``bytes``: flat u8. ``memfd``: its descriptor, for a node on this host to map (offset 0 is ``bytes[0]``). Valid
+    until :meth:`close`, so whoever keeps it longer duplicates it.
     """
 
     bytes: Bytes
