@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import SALT_CHARACTERS_MAX, check_salt, pack_hashes
+from kvstrata.transfer.base import Mask
 from kvstrata.transfer.regions import BlockView
 
 #: n hashes, packed in one bytes-like of n * hash_bytes, as u8[n, hash_bytes], or one bytes each.
@@ -71,6 +73,20 @@ def check_blocks(namespace: PoolNamespace, packed: bytes, blocks: BlockView, *, 
     if into and not region.writable:
         raise InvalidArgument("the region is read-only: nothing can be loaded into it")
     return count
+
+
+def checked_parts(
+    namespace: PoolNamespace, parts: Sequence[int], landed: Callable[[int, Mask], None] | None
+) -> tuple[int, ...]:
+    """Ends of byte ranges, whose landing is told. Raises :class:`InvalidArgument` for what is no partition."""
+    ends = tuple(int(end) for end in parts)
+    if bool(ends) != (landed is not None):
+        raise InvalidArgument("parts and landed go together: give the ends of byte ranges and who is to hear of them")
+    if ends and (ends[-1] != namespace.block_bytes or any(b <= a for a, b in pairwise((0, *ends)))):
+        raise InvalidArgument(
+            f"parts are {list(ends)}: expected ascending ends of byte ranges up to {namespace.block_bytes}"
+        )
+    return ends
 
 
 def checked_parent(namespace: PoolNamespace, parent: bytes | None, first_index: int) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, get_args
@@ -22,6 +22,7 @@ from kvstrata.client.arguments import (
     check_text,
     checked_hashes,
     checked_parent,
+    checked_parts,
     checked_request,
 )
 from kvstrata.client.asked import Asked
@@ -32,6 +33,7 @@ from kvstrata.client.fanout import Fanout
 from kvstrata.client.health import health_report
 from kvstrata.client.hinting import Hinter, checked_ttl
 from kvstrata.client.keeper import start_keeper
+from kvstrata.client.landing import Landing
 from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
@@ -221,15 +223,32 @@ class Client:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView) -> LoadResult:
+    def load(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: Hashes,
+        blocks: BlockView,
+        *,
+        parts: Sequence[int] = (),
+        landed: Callable[[int, Mask], None] | None = None,
+    ) -> LoadResult:
         """Read block i into row i of ``blocks``, wherever it is; every position is tried.
 
         Rows where ``loaded`` is False may hold garbage. Bounded by ``transfer_deadline_ms``.
+
+        ``parts``: ends of byte ranges of a block, ascending, the last is ``block_bytes`` (a range: the pages of a
+        group of layers). ``landed(k, mask)`` is called in order of k when range k of every block that can still come
+        is in place, those of ``mask`` (bool[n]); from any thread, which must not block. It is early news, and not the
+        answer: a lease or a checksum may still take a block back, and then ``loaded`` is False and whatever was made
+        of its bytes has to be made again.
         """
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
-        check_blocks(namespace, packed, blocks, into=True)
-        return self._load(namespace, cache_salt, packed, blocks, started)
+        count = check_blocks(namespace, packed, blocks, into=True)
+        ends = checked_parts(namespace, parts, landed)
+        landing = Landing(count, ends, landed) if landed is not None else None
+        return self._load(namespace, cache_salt, packed, blocks, started, landing)
 
     def load_async(
         self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView
@@ -244,14 +263,23 @@ class Client:
         return Transfer(self._transfers.submit(call, shed), started + self._deadline_s)
 
     def _load(
-        self, namespace: PoolNamespace, salt: str, packed: bytes, blocks: BlockView, started: float
+        self,
+        namespace: PoolNamespace,
+        salt: str,
+        packed: bytes,
+        blocks: BlockView,
+        started: float,
+        landing: Landing | None = None,
     ) -> LoadResult:
         count = len(blocks)
         if not count:
             return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
         asked = self._asked(namespace, salt, packed, count, blocks.pieces, started)
-        fetched = self._reader.read(asked, copying(asked, blocks, self._verify))
+        attempt = copying(asked, blocks, self._verify, landing)
+        fetched = self._reader.read(asked, attempt, None if landing is None else landing.over)
+        if landing is not None:
+            landing.finish(fetched.status)
         result = LoadResult.of(fetched.status, fetched.tier, time.monotonic() - started, fetched.bytes_moved)
         self._counters.add("load", result.reasons, fetched.bytes_moved)
         return result

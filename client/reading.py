@@ -67,8 +67,8 @@ Attempt = Callable[[Peer, Where | None, bytes], Fetched]
 @dataclass(slots=True)
 class _Work:
     """A call under way: ``status`` and ``tier`` u8[count]. ``tried``: what each node was asked for and did not give,
-    bool[count]. ``tries``: nodes that fresh lookups named and that were asked, u8[count]. ``over``: blocks that nobody
-    else has, bool[count]."""
+    bool[count]. ``tries``: nodes that fresh lookups named and that were asked, u8[count]. ``over``: blocks that are
+    not asked for any more, because nobody else has them or may give them, bool[count]."""
 
     asked: Asked
     attempt: Attempt
@@ -81,9 +81,10 @@ class _Work:
     fresh: bool = False  #: what is being tried was looked up in this call
 
     @classmethod
-    def new(cls, asked: Asked, attempt: Attempt) -> _Work:
+    def new(cls, asked: Asked, attempt: Attempt, over: Mask | None) -> _Work:
         status, tries = np.zeros(asked.count, np.uint8), np.zeros(asked.count, np.uint8)
-        return cls(asked, attempt, status, np.full(asked.count, NO_TIER, np.uint8), tries, np.zeros(asked.count, bool))
+        over = np.zeros(asked.count, bool) if over is None else over
+        return cls(asked, attempt, status, np.full(asked.count, NO_TIER, np.uint8), tries, over)
 
     def open(self) -> Mask:
         """Blocks that somebody who was not asked may still have."""
@@ -132,9 +133,9 @@ class Reader:
         self._recent = recent
         self._fanout = fanout
 
-    def read(self, asked: Asked, attempt: Attempt) -> Fetched:
+    def read(self, asked: Asked, attempt: Attempt, over: Mask | None = None) -> Fetched:
         """Try every block where it was believed to be; then, while time is left, at each replica that a fresh
-        lookup names, once.
+        lookup names, once. ``over``: bool[count], blocks that are not tried again; the attempt may add to it.
 
         Raises only refusals of the whole call. Every position of ``status`` is decided.
         """
@@ -145,11 +146,11 @@ class Reader:
             fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
             if fetched.status.tobytes().count(_LOADED) == asked.count:
                 return fetched  # the good case: one node, nothing missing, no arrays of our own
-            work = _Work.new(asked, attempt)
+            work = _Work.new(asked, attempt, over)
             self._settle(work, peer.endpoint, None, asked.hashes, fetched, guessed=hint is None)
             work.moved = fetched.bytes_moved
         else:
-            work = _Work.new(asked, attempt)
+            work = _Work.new(asked, attempt, over)
             if hint is not None:
                 self._round(work, hint.codes, hint.nodes, None)
         rounds, left = 0, 1

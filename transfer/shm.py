@@ -26,6 +26,7 @@ from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.pulling import pull
+from kvstrata.transfer.ranges import cut, tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.slabs import SlabMap
 from kvstrata.transfer.stage import Stage
@@ -83,7 +84,7 @@ class ShmPeer:
 
     def fetch(self, request: Fetch) -> Fetched:
         count = len(request.blocks)
-        if count == 1 and request.blocks.pieces == 1 and self.tamper is None:
+        if count == 1 and request.blocks.pieces == 1 and self.tamper is None and not request.parts:
             return self._fetch_one(request)
         status, tier = undecided(count), np.zeros(count, np.uint8)
         sequence = 0
@@ -139,13 +140,40 @@ class ShmPeer:
         status[granted.positions] = BlockStatus.UNKNOWN
         try:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
-            copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
-            if self.tamper is not None:
-                for index in range(len(blocks)):
-                    self.tamper(blocks, index)
+            ranges = cut(blocks, request.parts)
+            if len(ranges) > 1:
+                self._copy_ranges(request, granted, ranges, granted.addresses(slabs, blocks.block_bytes))
+            else:
+                copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
+                self._tampered(blocks)
             self._check(request, granted, blocks, status)
+            if len(ranges) == 1:
+                tell_whole(request, status)
         finally:
             self.link.give_back(granted.lease)
+
+    def _copy_ranges(
+        self, request: Fetch, granted: Granted, ranges: list[BlockView], source: npt.NDArray[np.int64]
+    ) -> None:
+        """Range after range of all blocks; each is told of where slots are unchanged under a lease that stands."""
+        stands = np.ones(granted.count, np.bool_)
+        for part, blocks in enumerate(ranges):
+            copy_into(blocks, source)
+            source = source + blocks.block_bytes
+            if not part:
+                self._tampered(blocks)
+            stands[self.changed(granted)] = False
+            if time.monotonic() > granted.expires:
+                stands[:] = False
+            if request.landed is not None:
+                told = np.zeros(len(request.blocks), np.bool_)
+                told[granted.positions] = stands
+                request.landed(part, told)
+
+    def _tampered(self, blocks: BlockView) -> None:
+        if self.tamper is not None:
+            for index in range(len(blocks)):
+                self.tamper(blocks, index)
 
     def _check(self, request: Fetch, granted: Granted, blocks: BlockView, status: StatusArray) -> None:
         """The bytes count only if the lease still stood, the slots are unchanged, and samples match."""

@@ -27,6 +27,7 @@ from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.link import NodeLink, settle, undecided
+from kvstrata.transfer.ranges import tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.replies import flags, statuses
 
@@ -82,6 +83,7 @@ class TcpPeer:
         sequences = self._in_parts(
             status, request.namespace.block_bytes, lambda low, high: self._fetch_part(request, low, high, status, tier)
         )
+        tell_whole(request, status)
         moved = int(np.count_nonzero(status == _LOADED)) * request.namespace.block_bytes
         return Fetched(status, tier, max(sequences, default=0), moved)
 
