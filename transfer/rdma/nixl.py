@@ -1,0 +1,206 @@
+"""NIXL, behind :class:`kvstrata.transfer.rdma.agent.Agent`. The only module that imports it.
+
+The package's own Python class starts a progress thread that spins a core, so this drives the bindings below it: no
+thread, the owner makes progress.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvstrata.proto.errors import ConfigError, Unavailable
+from kvstrata.transfer.memory import HOST, Memory
+from kvstrata.transfer.rdma.agent import AgentError, PeerGone
+from kvstrata.transfer.rdma.engine import Pieces
+from kvstrata.transfer.rdma.rails import RailOptions, Rails
+
+#: Wheels by CUDA version, and the package that picks one.
+PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl")
+ADVICE: Final = (
+    "pip install 'kvstrata[rdma]' (the wheel asks for torch; pip install --no-deps nixl-cu12 does without it)"
+)
+#: tcp is for the first contact alone: the kernel's cross-memory attach is quicker, so UCX takes it for the bytes.
+CMA_TRANSPORTS: Final = "cma,posix,sysv,self,tcp"
+#: NIXL refuses transports without CUDA on a machine that has such a GPU.
+CUDA_TRANSPORTS: Final = ",cuda_copy,cuda_ipc"
+_NVIDIA: Final = Path("/proc/driver/nvidia")
+_environment = threading.Lock()
+
+
+def installed() -> str:
+    """The package that is there, "" for none. Imports nothing."""
+    return next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), "")
+
+
+def bindings() -> Any:
+    """NIXL's native module; raises :class:`Unavailable` with what to install."""
+    problems = []
+    for name in PACKAGES:
+        try:
+            return importlib.import_module(f"{name}._bindings")
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            problems.append(f"{name} does not load: {error}")
+    raise Unavailable("; ".join(problems) or f"NIXL is not installed: {ADVICE}")
+
+
+class NixlAgent:
+    """See :class:`kvstrata.transfer.rdma.agent.Agent`. Made, used and closed in one thread."""
+
+    def __init__(self, name: str, rails: Rails, options: RailOptions) -> None:
+        self._b: Any = bindings()
+        config = self._b.nixlAgentConfig()
+        config.useProgThread = config.useListenThread = False
+        config.syncMode = self._b.NIXL_THREAD_SYNC_STRICT
+        self._errors: tuple[type[Exception], ...] = _errors(self._b)
+        self._gone = self._b.nixlRemoteDisconnectError
+        with self._told(f"agent {name} could not be made"):
+            self._agent: Any = self._b.nixlAgent(name, config)
+            known, _ = self._agent.getPluginParams(options.backend)
+            with _transports(rails):
+                chosen = {**known, **backend_options(rails, options)}
+                self._backends = [self._agent.createBackend(options.backend, chosen)]
+        # Held once more: a forked child, or an interpreter that ends, must not end what a device still writes for.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+
+    def metadata(self) -> bytes:
+        with self._told("its metadata cannot be had"):
+            return bytes(self._agent.getLocalMD())
+
+    def connection(self) -> bytes:
+        with self._told("its metadata cannot be had"):
+            none = self._b.nixlRegDList(self._b.DRAM_SEG, [])
+            return bytes(self._agent.getLocalPartialMD(none, True, self._backends))
+
+    def register(self, address: int, nbytes: int, memory: Memory) -> object:
+        memories = self._b.nixlRegDList(self._segment(memory), [(address, nbytes, memory.device, "")])
+        with self._told(f"{nbytes} bytes of {memory.spelled() or 'host'} memory cannot be registered"):
+            self._check(self._agent.registerMem(memories, self._backends))
+        return memories
+
+    def describe(self, handle: object) -> bytes:
+        with self._told("its metadata cannot be had"):
+            return bytes(self._agent.getLocalPartialMD(handle, False, self._backends))
+
+    def deregister(self, handle: object) -> None:
+        with self._told("memory cannot be deregistered"):
+            self._check(self._agent.deregisterMem(handle, self._backends))
+
+    def load(self, metadata: bytes) -> str:
+        with self._told("an agent's metadata cannot be read"):
+            return str(self._agent.loadRemoteMD(metadata).decode())
+
+    def forget(self, peer: str) -> None:
+        with self._told(f"agent {peer} cannot be forgotten"):
+            self._agent.invalidateRemoteMD(peer)  # one that is not known is an answer, not an error
+
+    def create(self, peer: str, local: Pieces, remote: Pieces) -> object:
+        with self._told(f"agent {peer}: memory that one of the two has not registered"):
+            mine, theirs = self._descriptors(local), self._descriptors(remote)
+            return self._agent.createXferReq(self._b.NIXL_READ, mine, theirs, peer, b"", self._backends)
+
+    def post(self, transfer: object) -> bool:
+        with self._told("a read cannot be posted"):
+            return self._ended(self._agent.postXferReq(transfer, b""))
+
+    def poll(self, transfer: object) -> bool:
+        with self._told("a read failed"):
+            return self._ended(self._agent.getXferStatus(transfer))
+
+    def release(self, transfer: object) -> None:
+        with self._told("a read cannot be released"):
+            self._agent.releaseXferReq(transfer)
+
+    def progress(self) -> None:
+        with self._told("no progress can be made"):
+            self._agent.getNotifs({}, self._backends)
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(agent))
+
+    def _descriptors(self, pieces: Pieces) -> object:
+        table = np.empty((len(pieces.address), 3), np.uint64)
+        table[:, 0], table[:, 1], table[:, 2] = pieces.address, pieces.length, pieces.memory.device
+        return self._b.nixlXferDList(self._segment(pieces.memory), table)
+
+    def _segment(self, memory: Memory) -> object:
+        return self._b.DRAM_SEG if memory.kind == HOST.kind else self._b.VRAM_SEG
+
+    def _ended(self, status: object) -> bool:
+        if status == self._b.NIXL_IN_PROG:
+            return False
+        self._check(status)
+        return True
+
+    def _check(self, status: object) -> None:
+        if status != self._b.NIXL_SUCCESS:
+            raise AgentError(str(status))
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._gone as error:
+            raise PeerGone(f"{what}: {error}") from error
+        except self._errors as error:
+            raise AgentError(f"{what}: {error}") from error
+
+
+def backend_options(rails: Rails, options: RailOptions) -> dict[str, str]:
+    """What the plugin is told beside its defaults."""
+    if options.backend != "UCX":
+        return {}
+    told = {"ucx_error_handling_mode": "peer", "num_workers": str(options.workers)}
+    if rails.kind == "rdma":
+        told["ucx_devices"] = ",".join(f"{device.name}:{device.port}" for device in rails.devices)
+        told["engine_config"] = "TLS=^tcp"  # an environment that names transports goes before it
+    return told
+
+
+@contextmanager
+def _transports(rails: Rails) -> Iterator[None]:
+    """UCX_TLS for cma, which a backend option cannot spell, while the backend is made; one that is set stays."""
+    with _environment:
+        if rails.kind != "cma" or "UCX_TLS" in os.environ:
+            yield
+            return
+        os.environ["UCX_TLS"] = cma_transports(os.environ, _NVIDIA)
+        try:
+            yield
+        finally:
+            del os.environ["UCX_TLS"]
+
+
+def cma_transports(environment: Mapping[str, str], nvidia: Path) -> str:
+    if chosen := environment.get("UCX_TLS"):
+        return chosen
+    return CMA_TRANSPORTS + (CUDA_TRANSPORTS if nvidia.exists() else "")
+
+
+def _errors(native: Any) -> tuple[type[Exception], ...]:
+    """All that a call of the bindings raises."""
+    names = [name for name in dir(native) if name.startswith("nixl") and name.endswith("Error")]
+    own: list[type[Exception]] = [getattr(native, name) for name in names]
+    return (*own, AgentError, RuntimeError, ValueError, TypeError)
+
+
+def new_agent(name: str, rails: Rails, options: RailOptions) -> NixlAgent:
+    """Raises :class:`ConfigError` without rails, :class:`Unavailable` when the agent cannot be made."""
+    if not rails.kind:
+        raise ConfigError(f"no one-sided transfers: {rails.problem}")
+    try:
+        return NixlAgent(name, rails, options)
+    except AgentError as error:
+        raise Unavailable(f"{error} ({options.backend} over {rails.kind}; UCX_LOG_LEVEL=info says more)") from error

@@ -1,0 +1,386 @@
+"""The engine: what callers use, and the thread that owns the agent. See ``engine`` for the contract."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Final, TypeVar
+
+from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
+from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.memory import HOST, Memory
+from kvstrata.transfer.rdma.agent import Agent, AgentError
+from kvstrata.transfer.rdma.engine import Pieces
+from kvstrata.transfer.rdma.jobs import RailJob, RailRegistration
+from kvstrata.transfer.rdma.ledger import PEERS_MAX, Freed, Held, Ledger
+from kvstrata.transfer.rdma.nixl import new_agent
+from kvstrata.transfer.rdma.pace import IDLE_S, Pace
+from kvstrata.transfer.rdma.rails import RailOptions, Rails
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+#: To make an agent, and to register memory: a device pins every page of it.
+OPEN_S: Final = 30.0
+REGISTER_S: Final = 120.0
+CALL_S: Final = 10.0
+#: A turn may hold one copy within a host, which is as long as its bytes take.
+STUCK_S: Final = 5.0
+#: Posts between two looks at everything else.
+POSTS_A_TURN: Final = 8
+METADATA_BYTES_MAX: Final = 16 << 20
+#: A read that failed for part of its pieces: the others are done with by then.
+LINGER_S: Final = 0.020
+
+
+class Owner:
+    """See :class:`kvstrata.transfer.rdma.engine.RailEngine`."""
+
+    def __init__(self, name: str, kind: str, backend: str, make: Callable[[], Agent], linger_s: float = 0.0) -> None:
+        """``make`` runs in the owner thread. ``linger_s``: how long a failed transfer is held in use."""
+        self.name = name
+        self.backend = backend
+        self.kind = kind
+        self._linger_s = linger_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._posted: dict[RailJob, None] = {}
+        self._lingering: deque[tuple[float, RailJob, str]] = deque()
+        self._more = False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._pace = Pace(time.monotonic())
+        self._closing = self._abandoned = False
+        self._ended = threading.Event()
+        self._beat = time.monotonic()
+        self._bound_s = OPEN_S
+        self._last_error = ""
+        self._done = self._failed = self._bytes = 0
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make, opened), name="kvstrata-rails", daemon=True)
+        self._thread.start()
+        try:
+            opened.result(OPEN_S)
+        except FutureTimeout:
+            self._closing = True
+            raise Unavailable(f"the {backend} agent did not start within {OPEN_S:.0f} s: look at UCX_TLS") from None
+        atexit.register(self._abandon)
+
+    # ---------------------------------------------------------------- callers
+
+    def metadata(self) -> bytes:
+        return self._ask(lambda agent: agent.metadata())
+
+    def connection(self) -> bytes:
+        return self._ask(lambda agent: agent.connection())
+
+    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> RailRegistration:
+        if address <= 0 or nbytes <= 0:
+            raise InvalidArgument(f"memory at {address} of {nbytes} bytes cannot be registered")
+        return self._ask(partial(self._register, address, nbytes, memory), REGISTER_S, lambda late: late.close())
+
+    def add_peer(self, metadata: bytes) -> str:
+        if len(metadata) > METADATA_BYTES_MAX:
+            raise InvalidArgument(f"{len(metadata)} bytes of metadata, and {METADATA_BYTES_MAX} is the bound")
+        return self._ask(partial(self._add_peer, bytes(metadata)))
+
+    def remove_peer(self, name: str) -> None:
+        if self._here():
+            with self._lock:
+                freed = self._ledger.leave(name)
+            self._later(freed)
+
+    def read(self, peer: str, local: Pieces, remote: Pieces) -> RailJob:
+        if len(local.length) != len(remote.length) or (local.length != remote.length).any():
+            raise InvalidArgument("the pieces of a read do not pair up")
+        self._must_be_open()
+        job = RailJob(peer, local, remote, self._drop)
+        with self._lock:
+            problem = "the agent is closed" if self._closing else self._ledger.submit(job)
+        if problem:
+            return job.refuse(problem)
+        self._calls.put(None)
+        return job
+
+    def stir(self) -> None:
+        self._pace.stir(time.monotonic())
+
+    def health(self) -> dict[str, object]:
+        if self._pid != os.getpid():
+            return {"kind": self.kind, "problem": "of the process that this one was forked from"}
+        with self._lock:
+            ledger = self._ledger
+            return {
+                "kind": self.kind,
+                "backend": self.backend,
+                "agent": self.name,
+                "age_seconds": round(time.monotonic() - self._beat, 3),
+                "peers": len(ledger.peers),
+                "registered_bytes": sum(held.nbytes for held in ledger.memory),
+                "waiting": ledger.waiting,
+                "unsettled": ledger.unsettled,
+                "done": self._done,
+                "failed": self._failed,
+                "bytes_read": self._bytes,
+                "problem": self.problem(),
+            }
+
+    def problem(self) -> str:
+        if self._closing:
+            return ""
+        if not self._thread.is_alive():
+            return "rails: the agent's thread is dead"
+        if (age_s := time.monotonic() - self._beat) > self._bound_s:
+            return f"rails: no turn for {age_s:.1f} s (bound {self._bound_s:.1f} s)"
+        return f"rails: {self._last_error}" if self._last_error else ""
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Returns within ``timeout_s`` and a moment. Transfers that have not settled by then keep the agent and its
+        memory alive until they have, or the process ends."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._closing = True
+            freed = self._ledger.drop_waiting()
+        self._later(freed)
+        self._calls.put(None)
+        if self._thread is threading.current_thread() or self._ended.wait(timeout_s):
+            return
+        with self._lock:
+            left = self._ledger.posted
+        log.warning(
+            "transfers have not settled: the agent and its memory stay until they have",
+            agent=self.name,
+            left=left,
+        )
+
+    # ---------------------------------------------------------------- between callers and owner
+
+    def _must_be_open(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed("one-sided transfers do not survive a fork: open a client in the child")
+        if self._closing:
+            raise Closed("the agent is closed")
+
+    def _here(self) -> bool:
+        return self._pid == os.getpid() and not self._ended.is_set()
+
+    def _ask(
+        self, work: Callable[[Agent], T], within_s: float = CALL_S, late: Callable[[T], object] | None = None
+    ) -> T:
+        """Have the owner do it. ``late`` undoes what is done after nobody waits any more."""
+        self._must_be_open()
+        answer: Future[T] = Future()
+        self._calls.put(lambda: self._answer(answer, work, within_s))
+        try:
+            return answer.result(within_s)
+        except FutureTimeout:
+            if not answer.cancel() and late is not None:
+                answer.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
+            raise Unavailable(f"the agent's thread did not answer within {within_s:.0f} s") from None
+
+    def _answer(self, answer: Future[T], work: Callable[[Agent], T], within_s: float) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        self._bound_s = max(within_s, STUCK_S)
+        try:
+            answer.set_result(work(self._agent))
+        except AgentError as error:
+            answer.set_exception(Unavailable(str(error)))
+        except Exception as error:  # noqa: BLE001  raised where it was asked for
+            answer.set_exception(error)
+        finally:
+            self._bound_s = STUCK_S
+
+    def _later(self, freed: Freed) -> None:
+        """Freed by a caller: it ends transfers itself, the owner does the rest."""
+        if freed.memory or freed.peer:
+            self._calls.put(lambda: self._free(Freed((), freed.memory, freed.peer)))
+        for transfer in freed.settled:
+            assert isinstance(transfer, RailJob)
+            transfer.ended()
+
+    def _drop(self, job: RailJob) -> None:
+        if self._here():
+            with self._lock:
+                freed = self._ledger.give_up(job)
+            self._later(freed)
+
+    def _close_memory(self, held: Held) -> None:
+        if self._here():
+            with self._lock:
+                freed = self._ledger.close(held)
+            self._later(freed)
+
+    # ---------------------------------------------------------------- the owner thread
+
+    def _register(self, address: int, nbytes: int, memory: Memory, agent: Agent) -> RailRegistration:
+        try:
+            handle = agent.register(address, nbytes, memory)
+        except AgentError as error:
+            advice = "raise the memlock limit (ulimit -l)" if memory.on_host else "look at docs/transport.md"
+            raise Unavailable(f"{error}: {advice}") from error
+        with self._lock:
+            held = self._ledger.register(address, nbytes, memory, handle)
+        return RailRegistration(held, agent.describe(handle), self._close_memory)
+
+    def _add_peer(self, metadata: bytes, agent: Agent) -> str:
+        with self._lock:
+            if len(self._ledger.peers) >= PEERS_MAX:
+                raise Unavailable(f"{PEERS_MAX} agents are known here already")
+        try:
+            name = agent.load(metadata)
+        except AgentError as error:
+            raise InvalidArgument(str(error)) from error
+        with self._lock:
+            self._ledger.meet(name)
+        return name
+
+    def _run(self, make: Callable[[], Agent], opened: Future[None]) -> None:
+        try:
+            self._agent = make()
+        except BaseException as error:  # noqa: BLE001  raised in the thread that opens
+            self._ended.set()
+            opened.set_exception(error)
+            return
+        self._bound_s = STUCK_S
+        opened.set_result(None)
+        while not self._finished():
+            self._turn()
+        self._end()
+
+    def _finished(self) -> bool:
+        return self._abandoned or (self._closing and not self._ledger.unsettled)
+
+    def _turn(self) -> None:
+        """Never raises: an owner that ends leaves memory in use for ever."""
+        try:
+            self._wait()
+            self._post()
+            self._poll()
+            self._last_error = ""
+        except Exception as error:
+            if not self._last_error:
+                log.error("the owner of one-sided transfers: a turn failed", agent=self.name, exc_info=True)
+            self._last_error = f"{type(error).__name__}: {error}"
+            time.sleep(IDLE_S)
+        self._beat = time.monotonic()
+
+    def _wait(self) -> None:
+        """Until a call, or for as long as the pace allows; then do all calls that are there."""
+        nap_s = self._pace.nap_s(time.monotonic(), posted=bool(self._posted or self._lingering))
+        try:
+            call = self._calls.get_nowait() if self._more else self._calls.get(timeout=nap_s)
+            while True:
+                if call is not None:
+                    call()
+                call = self._calls.get_nowait()
+        except Empty:
+            return
+
+    def _post(self) -> None:
+        for _ in range(POSTS_A_TURN):
+            with self._lock:
+                job = self._ledger.take()
+            self._more = job is not None
+            if job is None:
+                return
+            assert isinstance(job, RailJob)
+            self._begin(job)
+
+    def _begin(self, job: RailJob) -> None:
+        try:
+            job.handle = self._agent.create(job.peer, job.local, job.remote)
+        except AgentError as error:
+            self._settle(job, str(error))
+            return
+        self._posted[job] = None
+        try:
+            ended = self._agent.post(job.handle)
+        except AgentError as error:
+            self._fail(job, str(error))
+            return
+        self._pace.active(time.monotonic())
+        if ended:
+            self._settle(job)
+
+    def _poll(self) -> None:
+        for job in list(self._posted):
+            try:
+                if self._agent.poll(job.handle):
+                    self._settle(job)
+            except AgentError as error:
+                self._fail(job, str(error))
+        now = time.monotonic()
+        while self._lingering and self._lingering[0][0] <= now:
+            _, job, problem = self._lingering.popleft()
+            self._settle(job, problem)
+        if self._pace.progress_due(now):
+            self._agent.progress()
+
+    def _fail(self, job: RailJob, problem: str) -> None:
+        del self._posted[job]
+        self._lingering.append((time.monotonic() + self._linger_s, job, problem))
+
+    def _settle(self, job: RailJob, problem: str = "") -> None:
+        self._posted.pop(job, None)
+        with self._lock:
+            freed = self._ledger.settle(job, problem)
+            self._failed += bool(problem)
+            self._done += not problem
+            self._bytes += 0 if problem else job.nbytes
+        self._pace.active(time.monotonic())
+        job.ended()
+        handle, job.handle = job.handle, None
+        if handle is not None:
+            self._tried("a transfer could not be released", lambda: self._agent.release(handle))
+        self._free(freed)
+
+    def _free(self, freed: Freed) -> None:
+        for held in freed.memory:
+            self._tried("memory could not be deregistered", partial(self._agent.deregister, held.handle))
+        if freed.peer and freed.peer not in self._ledger.peers:  # met again since
+            self._tried("an agent could not be forgotten", partial(self._agent.forget, freed.peer))
+
+    def _tried(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except AgentError as error:
+            log.warning(what, agent=self.name, error=str(error))
+
+    def _end(self) -> None:
+        try:
+            if not self._abandoned:
+                self._agent.close()
+        except Exception:
+            log.error("the agent could not be closed", agent=self.name, exc_info=True)
+        finally:
+            atexit.unregister(self._abandon)
+            self._ended.set()
+
+    def _abandon(self) -> None:
+        """The process ends: so does the thread, before the interpreter goes. The agent is left to the kernel."""
+        if self._here():
+            self._abandoned = True
+            self._calls.put(None)
+            self._ended.wait(1.0)
+
+
+def open_engine(name: str, rails: Rails, options: RailOptions | None = None) -> Owner:
+    """An engine over ``rails``. ``name``: for people; the agent's own is another one each time.
+
+    Raises :class:`ConfigError` without rails, :class:`Unavailable` when the agent cannot be made. Takes some 50 ms.
+    """
+    options = options or RailOptions()
+    unique = f"{name}-{secrets.token_hex(6)}"
+    linger_s = LINGER_S if rails.kind == "rdma" else 0.0
+    return Owner(unique, rails.kind, options.backend, partial(new_agent, unique, rails, options), linger_s)
