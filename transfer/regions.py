@@ -11,14 +11,18 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.errors import Closed, InvalidArgument
 from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.gpu.memory import host_memory
 from kvstrata.transfer.memory import HOST, Memory
+
+if TYPE_CHECKING:
+    from kvstrata.transfer.gpu.runtime import Event
 
 PIECES_MAX = 1 << 16
 _ids = itertools.count(1)
@@ -145,14 +149,19 @@ class Region:
 
 
 class BlockView:
-    """n blocks in one region. Slices and index arrays give views of fewer blocks; no bytes move."""
+    """n blocks in one region. Slices and index arrays give views of fewer blocks; no bytes move.
 
-    __slots__ = ("block_bytes", "region", "table")
+    ``after``: device memory is read or written only once this mark of its runtime is reached; without one, once all
+    is done that the calling thread's current stream has queued by then.
+    """
 
-    def __init__(self, region: Region, table: Descriptors, block_bytes: int) -> None:
+    __slots__ = ("after", "block_bytes", "region", "table")
+
+    def __init__(self, region: Region, table: Descriptors, block_bytes: int, after: Event | None = None) -> None:
         self.region = region
         self.table = table
         self.block_bytes = block_bytes
+        self.after = after
 
     def __len__(self) -> int:
         return len(self.table)
@@ -160,7 +169,11 @@ class BlockView:
     def __getitem__(self, which: slice | npt.NDArray[Any] | list[int]) -> BlockView:
         if isinstance(which, int | np.integer):
             raise TypeError("a BlockView is indexed by a slice or an index array")
-        return BlockView(self.region, self.table[which], self.block_bytes)
+        return BlockView(self.region, self.table[which], self.block_bytes, self.after)
+
+    def coming_after(self, mark: Event | None) -> BlockView:
+        """The same blocks, with another ``after``."""
+        return BlockView(self.region, self.table, self.block_bytes, mark)
 
     @property
     def pieces(self) -> int:
@@ -174,16 +187,16 @@ class BlockView:
 
 
 def flat_bytes(buffer: Any) -> Bytes:
-    """A flat u8 view of anything with a buffer or a (numpy) array interface; no copy.
+    """A flat u8 view of host memory: anything with a buffer or an array interface, torch tensors, DLPack; no copy.
 
-    Raises :class:`InvalidArgument` when the memory is not C-contiguous or offers no buffer.
+    Raises :class:`InvalidArgument` when the memory is not C-contiguous, is a device's, or offers no buffer.
     """
     if isinstance(buffer, np.ndarray):
         array = buffer
     elif hasattr(buffer, "__array_interface__"):
         array = np.asarray(buffer)
-    elif hasattr(buffer, "__cuda_array_interface__"):
-        raise InvalidArgument("device memory needs the rdma transport or a staging ring: not in this version")
+    elif (found := host_memory(buffer)) is not None:
+        array = found
     else:
         try:
             array = np.frombuffer(buffer, np.uint8)
