@@ -71,8 +71,9 @@ class Client:
     """A client of one pool.
 
     ``masters``: ``"HOST:PORT"``, several with commas. ``token``: ticket for the pool's masters and nodes.
-    ``transport``: ``"auto"``, ``"shm"`` or ``"tcp"``. ``verify``: which blocks a same-host load checks
-    against their checksums: ``"always"``, ``"sample"`` or ``"never"`` (tcp loads are always checked).
+    ``transport``: ``"auto"``, ``"shm"``, ``"tcp"``, ``"rdma"``, or ``"rdma-cma"`` (rdma between processes of one host,
+    without a device). ``verify``: which blocks a load over shm or rdma checks against their checksums: ``"always"``,
+    ``"sample"`` or ``"never"`` (tcp loads are always checked).
     ``transfer_deadline_ms`` bounds every call. ``name`` is what health shows for this process.
 
     A pool that is down does not stop the constructor: calls answer with misses until it is up.
@@ -393,7 +394,15 @@ class Client:
         """Masters, nodes with transport and breaker, loop age, blocks by outcome, problems. Asks nobody."""
         self._check_usable()
         open_now = {"transfers_pending": self._transfers.pending, "views_open": len(self._views)}
-        return health_report(self._directory, self._peers, self._keeper, self._counters, self._memory, open_now)
+        return health_report(
+            self._directory,
+            self._peers,
+            self._keeper,
+            self._counters,
+            self._memory,
+            open_now,
+            self._choice.rail_health(),
+        )
 
     def close(self) -> None:
         """Give everything back; later calls raise :class:`Closed`. Safe twice, bounded, safe with handles alive.

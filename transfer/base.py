@@ -140,7 +140,10 @@ class Peer(Protocol):
     """One node, as one client reaches it. Calls come from any thread."""
 
     endpoint: Endpoint
-    transport: str
+
+    @property
+    def transport(self) -> str:
+        """What bytes take now."""
 
     def fetch(self, request: Fetch) -> Fetched: ...
     def push(self, request: Push) -> Pushed: ...

@@ -1,20 +1,26 @@
 """Which transport reaches which node: the choice, and the spelling users give it.
 
-``auto``: shm when the node runs on this boot and its socket is visible, else tcp. ``shm`` or ``tcp``
-force one. ``+faults:NAME=VALUE,...`` after any of them puts the fault-injecting transport in front.
+``auto``: shm when the node runs on this boot and its socket is visible, else rdma where this host has an RDMA device
+and the node has rails, else tcp. ``shm``, ``tcp`` or ``rdma`` force one; ``rdma-cma`` is rdma between processes of one
+host, without a device. ``+faults:NAME=VALUE,...`` after any of them puts the fault-injecting transport in front.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.transfer.base import Endpoint, Peer, Transport
 from kvstrata.transfer.faults import Faults, FaultyTransport
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.rdma.rails import RailMode, RailOptions
+from kvstrata.transfer.rdma.transport import RdmaTransport
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
 
-CHOICES = ("auto", "shm", "tcp")
+CHOICES: Final = ("auto", "shm", "tcp", "rdma", "rdma-cma")
+_RAILS: Final = {"auto": RailMode.AUTO, "rdma": RailMode.ON, "rdma-cma": RailMode.CMA}
 
 
 class TransportChoice:
@@ -28,6 +34,10 @@ class TransportChoice:
         self._transports: list[Transport] = []
         if name in ("auto", "shm"):
             self._transports.append(ShmTransport(identity))
+        self._rdma: RdmaTransport | None = None
+        if name in _RAILS:
+            self._rdma = RdmaTransport(identity, RailOptions(_RAILS[name]), only=name != "auto")
+            self._transports.append(self._rdma)
         if name in ("auto", "tcp"):
             self._transports.append(TcpTransport(identity))
         if plus:
@@ -51,6 +61,10 @@ class TransportChoice:
     def unregister(self, region: Region) -> None:
         for transport in self._transports:
             transport.unregister(region)
+
+    def rail_health(self) -> dict[str, object]:
+        """What this client has to reach nodes one-sidedly, see :meth:`RdmaTransport.rail_health`; or empty."""
+        return self._rdma.rail_health() if self._rdma is not None else {}
 
     def close(self) -> None:
         for transport in self._transports:

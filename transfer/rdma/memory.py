@@ -1,0 +1,129 @@
+"""A client's memory as its agent knows it: registered regions, and scratch for what is read beside blocks."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.proto.errors import Busy
+from kvstrata.transfer.rdma.engine import Job, RailEngine, Registration
+from kvstrata.transfer.rdma.pattern import pattern
+from kvstrata.transfer.regions import Region
+
+#: The smallest piece of scratch; larger ones are powers of two.
+SCRATCH_BYTES: Final = 64 << 10
+#: All scratch of a client, that of transfers which have not settled included.
+SCRATCH_BYTES_MAX: Final = 64 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Scratch:
+    """Registered memory of the library's own: ``bytes`` u8[at least what was asked for], ``address``."""
+
+    __slots__ = ("address", "bytes", "registration")
+
+    def __init__(self, flat: Bytes, registration: Registration) -> None:
+        self.bytes = flat
+        self.address = int(flat.ctypes.data)
+        self.registration = registration
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Known bytes, for nodes to read: those of ``seed``."""
+
+    region: Region
+    seed: int
+
+
+class LocalMemory:
+    """Thread-safe. Regions are registered once, whole; they stay known until :meth:`forget`."""
+
+    def __init__(self, engine: RailEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._registered: dict[int, tuple[Registration, ...]] = {}
+        self._free: defaultdict[int, list[Scratch]] = defaultdict(list)
+        self._scratch_bytes = 0
+        self._patterns: dict[int, Pattern] = {}
+
+    def known(self, region: Region) -> bool:
+        return region.id in self._registered
+
+    def of(self, region: Region) -> tuple[Registration, ...]:
+        """Its registrations, one an extent; made when new. Raises :class:`Unavailable`, with what to do."""
+        found = self._registered.get(region.id)
+        if found is not None:
+            return found
+        with self._lock:
+            if region.id not in self._registered:
+                made: list[Registration] = []
+                try:
+                    for address, nbytes in region.extents:
+                        made.append(self._engine.register(address, nbytes, region.memory))
+                except BaseException:
+                    for registration in made:
+                        registration.close()
+                    raise
+                self._registered[region.id] = tuple(made)
+            return self._registered[region.id]
+
+    def forget(self, region: Region) -> None:
+        """Deregistered once no transfer names it any more. Safe twice."""
+        with self._lock:
+            registrations = self._registered.pop(region.id, ())
+        for registration in registrations:
+            registration.close()
+
+    def pattern(self, nbytes: int) -> Pattern:
+        """The same for every node that reads so many bytes; it stays, so that no late read finds it gone."""
+        with self._lock:
+            known = self._patterns.get(nbytes)
+            if known is None:
+                seed = secrets.randbits(63)
+                flat = pattern(seed, nbytes)
+                known = self._patterns[nbytes] = Pattern(Region(flat, flat), seed)
+            return known
+
+    # ------------------------------------------------------------------ scratch
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """Give it back by :meth:`put_back`. Raises :class:`Busy` past the bound, :class:`Unavailable`."""
+        size = max(SCRATCH_BYTES, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            if self._free[size]:
+                return self._free[size].pop()
+            if self._scratch_bytes + size > SCRATCH_BYTES_MAX:
+                raise Busy(f"{self._scratch_bytes} bytes of scratch are in use by transfers that have not settled")
+            self._scratch_bytes += size
+        flat = np.zeros(size, np.uint8)
+        try:
+            return Scratch(flat, self._engine.register(flat.ctypes.data, size))
+        except BaseException:
+            with self._lock:
+                self._scratch_bytes -= size
+            raise
+
+    def put_back(self, scratch: Scratch, job: Job | None) -> None:
+        """Free it, once ``job``, if there is one, has settled."""
+        if job is None:
+            self._freed(scratch)
+        else:
+            job.then(partial(self._freed, scratch))
+
+    def _freed(self, scratch: Scratch) -> None:
+        with self._lock:
+            self._free[len(scratch.bytes)].append(scratch)
+
+    def health(self) -> dict[str, object]:
+        with self._lock:
+            free = sum(size * len(pieces) for size, pieces in self._free.items())
+            return {"registered": len(self._registered), "scratch_bytes_in_use": self._scratch_bytes - free}
