@@ -15,6 +15,7 @@ from kvstrata.cli.state_option import State, StatePasswordFile
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
+from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 
 DRAM_BYTES_MIN = 8 << 20
 
@@ -108,6 +109,18 @@ def storage(
         EvictionOrder,
         typer.Option(help="What leaves first: blocks used once, where that hits more often, or the least recent."),
     ] = EvictionOrder.SEGMENTED,
+    rdma: Annotated[
+        RailMode,
+        typer.Option(
+            help="One-sided transfers with clients on other hosts: where there is an RDMA device and NIXL, never, or "
+            "always; cma, for tests, is within one host, by the kernel."
+        ),
+    ] = RailMode.AUTO,
+    rdma_backend: Annotated[str, typer.Option(help="NIXL plugin: UCX, or LIBFABRIC for EFA.")] = "UCX",
+    rdma_devices: Annotated[
+        str,
+        typer.Option(help="RDMA devices to use, as mlx5_0,mlx5_1:1; all that are up if empty.", show_default=False),
+    ] = "",
     name: Annotated[str | None, typer.Option(help="Node id; kept in the data directory from then on.")] = None,
     hugepages: Annotated[bool, typer.Option(help="Back blocks with huge pages.")] = False,
     slab: Annotated[
@@ -141,6 +154,7 @@ def storage(
             scrub_rate=scrub_rate,
             copy_bandwidth=copy_bandwidth,
             drain_on_stop_s=drain_on_stop,
+            rails=RailOptions(rdma, rdma_backend, tuple(rdma_devices.split(",")) if rdma_devices else ()),
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

@@ -12,6 +12,8 @@ from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
+from kvstrata.transfer.rdma.found import BACKENDS
+from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 
 if TYPE_CHECKING:
     from kvstrata.storage.ssd.tenant_keys import TenantKeys
@@ -26,6 +28,7 @@ SCRUB_RATE: Final = 8 << 20
 COPY_BANDWIDTH: Final = 256 << 20
 _CGROUP_MAX: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_NOW: Final = Path("/sys/fs/cgroup/memory.current")
+_RAILS: Final = RailOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class StorageConfig:
     None: as many as come. ``scrub_rate``: bytes a second of SSDs read back for nobody, to find what has changed
     there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted. ``copy_bandwidth``:
     bytes a second that copies from and to other nodes may take in all; 0: no bound. ``drain_on_stop_s``: how long
-    SIGTERM waits for the node to be drained; 0: not at all.
+    SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers.
     """
 
     masters: tuple[str, ...]
@@ -56,6 +59,7 @@ class StorageConfig:
     scrub_rate: int = SCRUB_RATE
     copy_bandwidth: int = COPY_BANDWIDTH
     drain_on_stop_s: float = 0.0
+    rails: RailOptions = _RAILS
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""
@@ -75,7 +79,19 @@ class StorageConfig:
                 "has available: choose a smaller --dram"
             )
         self._validate_ssd()
+        self._validate_rails()
         return self
+
+    def _validate_rails(self) -> None:
+        rails = self.rails
+        if rails.backend not in BACKENDS:
+            raise ConfigError(f"--rdma-backend is {rails.backend!r}: choose {' or '.join(BACKENDS)}")
+        if rails.devices and rails.mode in (RailMode.OFF, RailMode.CMA):
+            raise ConfigError(f"--rdma {rails.mode.value} uses no devices: leave out --rdma-devices")
+        if not all(rails.devices):
+            raise ConfigError("--rdma-devices has an empty name: write names with commas between, as mlx5_0,mlx5_1:1")
+        if rails.mode is RailMode.CMA and rails.backend != "UCX":
+            raise ConfigError("--rdma cma needs --rdma-backend UCX")
 
     def _validate_ssd(self) -> None:
         seen: set[Path] = set()

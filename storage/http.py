@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvstrata.storage.report import Device, NodeReport
+from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.web import WebServer
 
 _GAUGES = (
@@ -79,6 +80,7 @@ class NodeCollector(Collector):
         yield self._slots(totals.slots)
         yield from _devices(totals.devices)
         yield from _copies(self._report.copies())
+        yield from _rails(self._report.rails)
         draining = float(bool(self._report.drain()["state"]))
         yield GaugeMetricFamily("kvstrata_node_draining", "1 while the node takes no new blocks", value=draining)
         yield GaugeMetricFamily("kvstrata_node_clients", "client sessions", value=self._report.clients())
@@ -159,6 +161,24 @@ def _devices(devices: Sequence[Device]) -> Iterable[Metric]:
             events.add_metric([device.path, what], count)
     yield serving
     yield events
+
+
+def _rails(rails: NodeRails | None) -> Iterable[Metric]:
+    """Nothing on a node that has none."""
+    if rails is None:
+        return
+    health = rails.health()
+    for name, text, value in (
+        ("rail_peers", "agents of clients that are known", health["peers"]),
+        ("rail_unsettled", "pulls that nobody waits for and that have not settled", health["unsettled"]),
+        ("rail_unsettled_bytes", "DRAM in slots that those may still write to", health["unsettled_bytes"]),
+        ("rail_age_seconds", "since the agent's thread last came round", health["age_seconds"]),
+    ):
+        yield GaugeMetricFamily(f"kvstrata_node_{name}", text, value=value)
+    pulls = dict(health["pulls"])
+    moved = pulls.pop("bytes")
+    yield CounterMetricFamily("kvstrata_node_rail_pulled_bytes", "payload bytes taken one-sidedly", value=moved)
+    yield _family("rail_pulls", "pulls of clients' memory by one-sided transfers, by outcome", "outcome", pulls)
 
 
 def node_app(report: NodeReport) -> Starlette:

@@ -20,7 +20,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
 from kvstrata.proto.logs import get_logger
-from kvstrata.storage.arena import dram_arena
+from kvstrata.storage.arena import Arena, dram_arena
 from kvstrata.storage.checking.background import BOUND_S as SCRUB_BOUND_S
 from kvstrata.storage.checking.background import PERIOD_S as SCRUB_S
 from kvstrata.storage.checking.background import BackgroundScrub
@@ -46,6 +46,9 @@ from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.serving.channel import NodeChannel
+from kvstrata.storage.serving.rail_opening import open_rails
+from kvstrata.storage.serving.rails import NodeRails
+from kvstrata.storage.slab import Slab
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.eraser import Eraser
@@ -64,6 +67,8 @@ TEND_S: Final = 0.5
 #: sun_path holds 107 bytes; the rest is for what containers mount in front.
 UNIX_PATH_BYTES_MAX: Final = 100
 STOP_S: Final = 2.0
+#: Memory of nodes that have stopped, and that transfers may still write to.
+_KEPT: Final[list[tuple[NodeRails, Arena[Slab]]]] = []
 ORDERS: Final[dict[EvictionOrder, Callable[[], Order]]] = {
     EvictionOrder.SEGMENTED: SegmentedOrder,
     EvictionOrder.LRU: LruOrder,
@@ -92,7 +97,8 @@ class StorageNode:
         except BaseException:
             self.directory.close()
             raise
-        self._ends.append(self.arena.close)
+        self.rails: NodeRails | None = None
+        self._ends.append(self._give_back)
         try:
             keys = open_keys(config)
             store = open_store(config, self.identity.node_id, keys)
@@ -102,6 +108,14 @@ class StorageNode:
         self.state = NodeState(self.arena, quotas=quotas, ssd=store, order=ORDERS[config.eviction])
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
+        try:
+            agent = f"{self.identity.node_id}-{self.identity.incarnation:x}"
+            self.rails, no_rails = open_rails(agent, config.rails, self.state, self.lock)
+        except BaseException:
+            if store is not None:
+                store.close()
+            self.stop()
+            raise
         self.ssd = self._ssd_tier(store) if store is not None else None
         self.pace = Pace(config.copy_bandwidth)
         moves = self.ssd.moves if self.ssd is not None else None
@@ -117,6 +131,7 @@ class StorageNode:
         self.report = NodeReport(
             self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )
+        self.report.rails, self.report.no_rails = self.rails, no_rails
 
     def _ssd_tier(self, store: SsdStore) -> SsdTier:
         self._ends.append(store.close)
@@ -148,7 +163,13 @@ class StorageNode:
             movers = self.ssd.movers
         source = CopySource(self.state, self.lock, self.pace, self.ssd.moves if self.ssd is not None else None)
         handlers = NodeChannel(
-            self.state, self.lock, changed=self._changed, info=self.report.health, movers=movers, copies=source
+            self.state,
+            self.lock,
+            changed=self._changed,
+            info=self.report.health,
+            movers=movers,
+            copies=source,
+            rails=self.rails,
         )
         checks = self._checks()
         served = {**handlers.handlers(), **checks.handlers()}
@@ -222,6 +243,7 @@ class StorageNode:
             "dram_bytes": self.arena.bytes_total,
             **(self.ssd.facts() if self.ssd is not None else {}),
             **({"ssd_encrypted": True} if self.config.ssd_key_file is not None else {}),
+            "rails": self.rails.kind if self.rails is not None else "",
             "pid": os.getpid(),
         }
 
@@ -245,6 +267,7 @@ class StorageNode:
             unix_path=str(self.unix_path),
             channel=advertised(self.channel, host),
             http=advertised(self.http, host),
+            rails=self.rails.kind if self.rails is not None else "",
         )
 
     def _attach(self, host: str) -> control.Attach:
@@ -278,6 +301,8 @@ class StorageNode:
     def _expire(self) -> None:
         with self.lock:
             self.state.expire(time.monotonic())
+        if self.rails is not None:
+            self.rails.reap()
         if self.sidecar is not None:
             self.sidecar.progress()
 
@@ -313,6 +338,13 @@ class StorageNode:
             link.leave("the node is stopping")
         for link in self.links:
             link.stop()
+
+    def _give_back(self) -> None:
+        """The memory, unless a transfer may still write to it: then it stays until the process ends."""
+        if self.rails is not None and not self.rails.close():
+            _KEPT.append((self.rails, self.arena))
+            return
+        self.arena.close()
 
     def stop(self) -> None:
         """Leave, stop serving, give memory and directory back: each within its bound. Safe twice."""

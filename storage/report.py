@@ -16,6 +16,7 @@ from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.masters.attach import MasterLink
 from kvstrata.storage.masters.commands import Commands
 from kvstrata.storage.masters.usage import Told, WantedBook
+from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
@@ -83,6 +84,9 @@ class NodeReport:
         self.clients = clients
         #: Peers of versions that this node does not speak with.
         self.refused_versions = RefusedVersions()
+        #: One-sided transfers, and why there are none.
+        self.rails: NodeRails | None = None
+        self.no_rails = ""
         self._commands = commands
         self._wanted = WantedBook()
         self._state = state
@@ -123,7 +127,8 @@ class NodeReport:
             for device in (self._state.store.devices() if self._state.store is not None else [])
             if device.state == "failed"
         ]
-        watched = [problem for watch in (self._commands.problem, *self._watched) if (problem := watch())]
+        watches = [self._commands.problem, *self._watched, *([self.rails.problem] if self.rails is not None else [])]
+        watched = [problem for watch in watches if (problem := watch())]
         return [*self.loops.problems(), *watched, *failed]
 
     def health(self) -> dict[str, Any]:
@@ -147,6 +152,7 @@ class NodeReport:
             "orders_refused": self.leader()[1],
             "drain": drain,
             "copies": copies,
+            "rails": self.rails.health() if self.rails is not None else {"kind": "", "problem": self.no_rails},
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],
             **totals,

@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.errors import InvalidArgument, Refused
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.serving.messages import parsed, reply, u32s
+from kvstrata.storage.serving.rail_region import RailRegion
+from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.serving.reads import ReadHandlers
 from kvstrata.storage.serving.regions import RegionAsk, RegionBook
 from kvstrata.storage.serving.writes import WriteHandlers
@@ -28,6 +30,7 @@ from kvstrata.storage.slab import GENERATION_BYTES
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.transfer.frames import FDS_MAX, Frame
+from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection, Session
 
@@ -35,7 +38,7 @@ from kvstrata.transfer.sessions import ServerConnection, Session
 class NodeChannel:
     """All handlers of a node. ``lock`` is the state's; ``changed`` is called after changes that the
     directory should hear of; ``info`` gives what NODE_INFO answers; ``movers`` work the SSD, if there is one;
-    ``copies`` serve other nodes."""
+    ``copies`` serve other nodes; ``rails`` are for one-sided transfers, None where there are none."""
 
     def __init__(
         self,
@@ -47,14 +50,16 @@ class NodeChannel:
         clock: Callable[[], float] = time.monotonic,
         movers: Movers | None = None,
         copies: CopySource | None = None,
+        rails: NodeRails | None = None,
     ) -> None:
         self.regions = RegionBook()
+        self._rails = rails
         self._state = state
         self._lock = lock
         self._info = info
         self._clock = clock
-        self._reads = ReadHandlers(state, lock, clock, movers, copies)
-        self._writes = WriteHandlers(state, lock, self.regions, changed, clock, movers)
+        self._reads = ReadHandlers(state, lock, clock, movers, copies, rails)
+        self._writes = WriteHandlers(state, lock, self.regions, changed, clock, movers, rails)
 
     def handlers(self) -> dict[int, Handler]:
         """By frame kind, for the channel server."""
@@ -66,12 +71,16 @@ class NodeChannel:
             Kind.MAP_SLABS: self._map_slabs,
             Kind.REGISTER_REGION: self._register_region,
             Kind.UNREGISTER_REGION: self._unregister_region,
+            Kind.OPEN_RAILS: self._open_rails,
+            Kind.TEST_RAIL: self._test_rail,
             Kind.NODE_INFO: self._node_info,
             Kind.HINT: self._hint,
         }
 
     def session_ended(self, session: Session) -> None:
         """The server's word that a client is gone."""
+        if self._rails is not None:
+            self._rails.session_ended(session.key)
         self.regions.session_ended(session.key)
         with self._lock:
             self._state.session_ended(session.key, self._clock())
@@ -121,7 +130,14 @@ class NodeChannel:
             session = connection.owner
             pid, pidfd = (session.pid, session.pidfd) if connection.local else (0, -1)
             ask = RegionAsk(message.region, message.address, message.length, pid, pidfd)
-            method = self.regions.register(session.key, ask, fds[0] if fds and message.memfd else -1)
+            memory = Memory.parse(message.memory)
+            if message.agent:
+                start = self._with_rails().region(session, message.agent)
+                method = self.regions.register_rail(session.key, ask, start, memory)
+            elif not memory.on_host:
+                raise InvalidArgument(f"memory on {message.memory} is reached over rails only: open them first")
+            else:
+                method = self.regions.register(session.key, ask, fds[0] if fds and message.memfd else -1)
             if session.over:  # it ended while this ran: nobody else will forget the region
                 self.regions.session_ended(session.key)
         finally:
@@ -132,3 +148,23 @@ class NodeChannel:
     def _unregister_region(self, connection: ServerConnection, frame: Frame) -> Reply:
         self.regions.unregister(connection.owner.key, parsed(pb.UnregisterRegion, frame).region)
         return reply(Kind.OK, pb.Empty())
+
+    # ------------------------------------------------------------------ rails
+
+    def _with_rails(self) -> NodeRails:
+        if self._rails is None:
+            raise Refused("this node has no rails for one-sided transfers: its health says why")
+        return self._rails
+
+    def _open_rails(self, connection: ServerConnection, frame: Frame) -> Reply:
+        message = parsed(pb.OpenRails, frame)
+        answer = self._with_rails().open(connection.owner, message, self.regions.close_rails)
+        return reply(Kind.OPEN_RAILS_OK, answer)
+
+    def _test_rail(self, connection: ServerConnection, frame: Frame) -> Reply:
+        message = parsed(pb.TestRail, frame)
+        rails = self._with_rails()
+        region = self.regions.find(connection.owner.key, message.region)
+        if not isinstance(region, RailRegion):
+            raise InvalidArgument(f"region {message.region} is not read over rails")
+        return reply(Kind.TEST_RAIL_OK, pb.TestRailOk(problem=rails.test(region, message.seed)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from typing import Final
@@ -16,6 +17,7 @@ from kvstrata.transfer.copier import SPLIT_BYTES, halves, merge_runs
 Int64s = npt.NDArray[np.int64]
 
 IOVECS_MAX: Final = 1024
+_PAGE: Final = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = _libc.process_vm_readv
@@ -36,6 +38,11 @@ def readable(pid: int, address: int) -> bool:
     local = np.array([[target.ctypes.data, 1]], np.uint64)
     remote = np.array([[address, 1]], np.uint64)
     return bool(_readv(pid, local.ctypes.data, 1, remote.ctypes.data, 1, 0) == 1)
+
+
+def permitted(pid: int) -> bool:
+    """True when this process may read that one's memory, wherever it is."""
+    return pid > 0 and (readable(pid, _PAGE) or ctypes.get_errno() == errno.EFAULT)
 
 
 def read(pid: int, target: Int64s, source: Int64s, length: Int64s) -> None:
@@ -94,7 +101,8 @@ def _advance(local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64], inde
     return index + whole
 
 
-def _failure(pid: int, errno: int) -> Exception:
-    if errno == 3:  # ESRCH
+def _failure(pid: int, number: int) -> Exception:
+    if number == errno.ESRCH:
         return Unavailable(f"process {pid} is gone")
-    return InvalidArgument(f"the region of process {pid} cannot be read: {os.strerror(errno) if errno else 'no bytes'}")
+    why = os.strerror(number) if number else "no bytes"
+    return InvalidArgument(f"the region of process {pid} cannot be read: {why}")

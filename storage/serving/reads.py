@@ -20,6 +20,7 @@ from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.records import VISIBLE
 from kvstrata.storage.serving.messages import parsed, reply, u64s
+from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.serving.receiver import runs
 from kvstrata.storage.state import Acquired, NodeState
 from kvstrata.storage.tiers.movers import Movers
@@ -38,7 +39,8 @@ _LOADED = int(BlockStatus.LOADED)
 
 
 class ReadHandlers:
-    """Over one :class:`NodeState` and its lock; ``movers`` when the node has an SSD, ``copies`` for other nodes."""
+    """Over one :class:`NodeState` and its lock; ``movers`` when the node has an SSD, ``copies`` for other nodes,
+    ``rails`` when sessions may read by themselves from other hosts."""
 
     def __init__(
         self,
@@ -47,12 +49,14 @@ class ReadHandlers:
         clock: Callable[[], float],
         movers: Movers | None = None,
         copies: CopySource | None = None,
+        rails: NodeRails | None = None,
     ) -> None:
         self._state = state
         self._lock = lock
         self._clock = clock
         self._movers = movers
         self._copies = copies
+        self._rails = rails
 
     def handlers(self) -> dict[int, Handler]:
         return {Kind.ACQUIRE: self._acquire, Kind.RELEASE: self._release, Kind.RENEW: self._renew}
@@ -72,6 +76,8 @@ class ReadHandlers:
         inline = message.mode == _INLINE
         seconds = 0.0 if inline else granted_seconds(message.deadline_ms)
         key = connection.owner.key
+        if self._rails is not None and not inline:
+            self._rails.stir(key)
         with self._lock:
             if releases:
                 self._state.release(key, releases)

@@ -62,3 +62,8 @@ def mismatched(blocks: Sequence[Block], checksums: Sequence[int]) -> list[int]:
     """Positions whose bytes, as they lie in their slots, do not match."""
     rows = enumerate(zip(blocks, checksums, strict=True))
     return [i for i, (b, expected) in rows if _digest(b.bytes()) != expected]
+
+
+def digests(blocks: Sequence[Block]) -> list[int]:
+    """Checksums of blocks as they lie in their slots."""
+    return [_digest(block.bytes()) for block in blocks]

@@ -1,8 +1,8 @@
-"""Memory that clients have registered, as the node reads it: mapped, or by ``process_vm_readv``.
+"""Memory that clients have registered, and how the node reads it: mapped, by ``process_vm_readv``, or one-sidedly.
 
 Nothing a client says is believed: descriptors are checked against the region before any byte moves, a map
 is taken only of memory that cannot shrink under it, and a process is read only while the one that
-registered it lives.
+registered it lives. A one-sided transfer cannot be recalled: its region is in use until it has settled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +25,20 @@ import numpy.typing as npt
 from kvstrata.proto.errors import Busy, InvalidArgument, Unavailable
 from kvstrata.storage.records import Block
 from kvstrata.storage.serving import process_memory
+from kvstrata.storage.serving.rail_region import RailRegion, Starter
 from kvstrata.transfer.copier import copy
+from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.regions import PIECES_MAX
 
 REGIONS_MAX: Final = 1024  #: of one session
 ADDRESS_MAX: Final = 1 << 62
 #: Maps of memory that is all there and not larger than this are populated at once.
 POPULATE_BYTES_MAX: Final = 4 << 30
+#: A region that one-sided transfers still read is waited for this long before its owner is told to come again.
+SETTLE_S: Final = 1.0
 
 Descriptors = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 
 class MappedRegion:
@@ -45,7 +51,7 @@ class MappedRegion:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._address = int(self._bytes.ctypes.data)
 
-    def pull(self, target: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+    def pull(self, target: Int64s, offset: Int64s, length: Int64s) -> None:
         """Copy from byte ``offset[i]`` of the region to our address ``target[i]``."""
         copy(target, offset + self._address, length)
 
@@ -62,7 +68,7 @@ class ProcessRegion:
         self._address = address
         weakref.finalize(self, os.close, pidfd)
 
-    def pull(self, target: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+    def pull(self, target: Int64s, offset: Int64s, length: Int64s) -> None:
         """As :meth:`MappedRegion.pull`; raises :class:`Unavailable` when the process has died."""
         process_memory.read(self._pid, target, offset + self._address, length)
         death = select.poll()
@@ -71,7 +77,7 @@ class ProcessRegion:
             raise Unavailable(f"process {self._pid} died while its memory was read")
 
 
-ClientRegion = MappedRegion | ProcessRegion
+ClientRegion = MappedRegion | ProcessRegion | RailRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +103,62 @@ class RegionBook:
 
         ``memfd`` is -1 when none came; it stays the caller's. A number used before is replaced.
         """
-        if ask.nbytes == 0 or ask.address + ask.nbytes > ADDRESS_MAX:
-            raise InvalidArgument(f"a region of {ask.nbytes} bytes at {ask.address:#x} cannot be")
+        _check_bounds(ask)
         region = _opened(ask, memfd)
         if region is None:
             return ""
-        with self._lock:
-            regions = self._regions.setdefault(session, {})
-            if len(regions) >= REGIONS_MAX and ask.number not in regions:
-                raise Busy(f"{REGIONS_MAX} regions are registered in this session: unregister some")
-            regions[ask.number] = region
+        self.keep(session, ask.number, region)
         return region.method
 
-    def unregister(self, session: bytes, number: int) -> None:
+    def register_rail(self, session: bytes, ask: RegionAsk, start: Starter, memory: Memory) -> str:
+        """Keep a region that is read by one-sided transfers: "rdma"."""
+        _check_bounds(ask)
+        self.keep(session, ask.number, RailRegion(start, ask.address, ask.nbytes, memory))
+        return RailRegion.method
+
+    def keep(self, session: bytes, number: int, region: ClientRegion) -> None:
+        """Raises :class:`Busy` at the bound, and when transfers from the number's earlier region do not settle."""
+        self._settle(session, number, SETTLE_S)
         with self._lock:
-            self._regions.get(session, {}).pop(number, None)
+            regions = self._regions.setdefault(session, {})
+            if len(regions) >= REGIONS_MAX and number not in regions:
+                raise Busy(f"{REGIONS_MAX} regions are registered in this session: unregister some")
+            regions[number] = region
+
+    def unregister(self, session: bytes, number: int, within_s: float = SETTLE_S) -> None:
+        """Forget a region, once no transfer from it is in flight; an unknown one is passed over.
+
+        Raises :class:`Busy` when they have not settled in time: no other begins, and its owner has to ask again before
+        it lets go of the memory.
+        """
+        region = self._settle(session, number, within_s)
+        with self._lock:
+            regions = self._regions.get(session, {})
+            if regions.get(number) is region:
+                regions.pop(number, None)
+
+    def _settle(self, session: bytes, number: int, within_s: float) -> ClientRegion | None:
+        region = self._regions.get(session, {}).get(number)
+        if isinstance(region, RailRegion):
+            region.flights.close()
+            if not region.flights.wait_idle(time.monotonic() + within_s):
+                raise Busy(f"{len(region.flights)} transfers from region {number} have not settled: ask again")
+        return region
+
+    def close_rails(self, session: bytes) -> None:
+        """Nothing is read any more from the session's regions that need its agent: it has another one."""
+        with self._lock:
+            regions = self._regions.get(session, {})
+            for number, region in list(regions.items()):
+                if isinstance(region, RailRegion):
+                    region.flights.close()
+                    if not len(region.flights):
+                        del regions[number]
 
     def find(self, session: bytes, number: int) -> ClientRegion:
         """Raises :class:`InvalidArgument` when the session has registered no such region."""
         region = self._regions.get(session, {}).get(number)
-        if region is None:
+        if region is None or (isinstance(region, RailRegion) and region.flights.closed):
             raise InvalidArgument(f"region {number} is not registered in this session")
         return region
 
@@ -127,6 +169,11 @@ class RegionBook:
     def __len__(self) -> int:
         with self._lock:
             return sum(len(regions) for regions in self._regions.values())
+
+
+def _check_bounds(ask: RegionAsk) -> None:
+    if ask.nbytes == 0 or ask.address + ask.nbytes > ADDRESS_MAX:
+        raise InvalidArgument(f"a region of {ask.nbytes} bytes at {ask.address:#x} cannot be")
 
 
 def _opened(ask: RegionAsk, memfd: int) -> ClientRegion | None:
@@ -174,12 +221,16 @@ def read_descriptors(packed: bytes, blocks: int, pieces: int, block_bytes: int, 
     return table
 
 
-def pull(region: ClientRegion, blocks: Sequence[Block], descriptors: Descriptors) -> None:
-    """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
+def spread(blocks: Sequence[Block], descriptors: Descriptors) -> tuple[Int64s, Int64s, Int64s]:
+    """(our address, offset in the region, length) of each piece of a pull, i64[blocks * pieces]."""
     base = np.fromiter((block.memory.address + block.offset for block in blocks), np.int64, len(blocks))
     offset, length = descriptors[:, :, 0], descriptors[:, :, 1]
     if descriptors.shape[1] == 1:
-        region.pull(base, offset.ravel(), length.ravel())
-        return
+        return base, offset.ravel(), length.ravel()
     target = base[:, None] + np.cumsum(length, axis=1) - length
-    region.pull(target.ravel(), offset.ravel(), length.ravel())
+    return target.ravel(), offset.ravel(), length.ravel()
+
+
+def pull(region: MappedRegion | ProcessRegion, blocks: Sequence[Block], descriptors: Descriptors) -> None:
+    """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
+    region.pull(*spread(blocks, descriptors))

@@ -1,7 +1,8 @@
 """Channel handlers that write: reserve, then receive or pull the bytes into the slots, then commit.
 
 The lock is held for bookkeeping only. A reservation whose bytes are on their way is marked as moving, so
-that whatever ends it meanwhile cannot free its slots; what ends the move ends the mark, also by an error.
+that whatever ends it meanwhile cannot free its slots; what ends the move ends the mark, also by an error. A
+one-sided transfer that outlasts its writer's deadline keeps the mark until it has settled (:mod:`.rail_pulls`).
 
 With an SSD that is written through, an answer waits for the flush within its writer's deadline, and says what
 is durable. Blocks are visible before that.
@@ -14,14 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.leases import MARGIN_S
 from kvstrata.storage.records import Reservation
 from kvstrata.storage.serving import regions
 from kvstrata.storage.serving.messages import parsed, reply, u64s
-from kvstrata.storage.serving.receiver import mismatched, receive
+from kvstrata.storage.serving.rail_pulls import Taken
+from kvstrata.storage.serving.rail_region import RailRegion
+from kvstrata.storage.serving.rails import NodeRails
+from kvstrata.storage.serving.receiver import digests, mismatched, receive
 from kvstrata.storage.serving.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 from kvstrata.storage.tiers.movers import Movers
@@ -31,6 +35,8 @@ from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 
 _ABORTED = int(BlockStatus.ABORTED)
+_LATE = int(BlockStatus.LATE)
+_PENDING = int(BlockStatus.PENDING)
 _CORRUPT = int(BlockStatus.CORRUPT)
 _RESERVED = int(BlockStatus.RESERVED)
 _STORED = int(BlockStatus.STORED)
@@ -40,7 +46,7 @@ _PRESENT = int(BlockStatus.ALREADY_PRESENT)
 class WriteHandlers:
     """Over one :class:`NodeState` and its lock; ``changed`` is called when something became visible.
 
-    ``movers`` when the node has an SSD.
+    ``movers`` when the node has an SSD, ``rails`` when it can take bytes by one-sided transfers.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class WriteHandlers:
         changed: Callable[[], None],
         clock: Callable[[], float],
         movers: Movers | None = None,
+        rails: NodeRails | None = None,
     ) -> None:
         self._state = state
         self._lock = lock
@@ -58,6 +65,7 @@ class WriteHandlers:
         self._changed = changed
         self._clock = clock
         self._movers = movers
+        self._pulls = rails.pulls if rails is not None else None
 
     def handlers(self) -> dict[int, Handler]:
         return {
@@ -135,6 +143,8 @@ class WriteHandlers:
         releases = u64s(message.reserve.releases)
         key = connection.owner.key
         region = self._regions.find(key, message.region)
+        if isinstance(region, RailRegion) and self._pulls is not None:
+            self._pulls.admit(key)
         ask = _ask(message.reserve)
         with self._lock:
             self._state.release(key, releases)
@@ -146,17 +156,26 @@ class WriteHandlers:
         if got.reservation is None:
             return _reserved(got, durable)
         granted = [i for i, status in enumerate(got.status) if status == _RESERVED]
-        with self._moving(got.reservation):
-            regions.pull(region, got.reservation.blocks, table if len(granted) == len(table) else table[granted])
+        wanted = table if len(granted) == len(table) else table[granted]
+        if isinstance(region, RailRegion):
+            assert self._pulls is not None
+            taken, problem = self._pulls.take(region, got.reservation, wanted)
+            if taken is not Taken.ARRIVED:
+                return _not_taken(taken, problem, got, granted, durable)
+        else:
+            with self._moving(got.reservation):
+                regions.pull(region, got.reservation.blocks, wanted)
         if checksums:
-            return self._pulled_and_committed(got, granted, checksums, durable)
+            return self._pulled_and_committed(got, granted, [checksums[i] for i in granted], durable)
+        if message.hash_here:
+            return self._pulled_and_committed(got, granted, None, durable)
         return self._pulled(got, granted, durable)
 
     def _checked(self, message: pb.Pull, ask: WriteAsk, region: ClientRegion, checksums: Sequence[int]) -> Descriptors:
         entry = self._state.entry(ask.handle)
         count = len(ask.hashes) // entry.width
-        if checksums and len(checksums) != count:
-            raise InvalidArgument(f"{len(checksums)} checksums for {count} blocks")
+        if checksums and (message.hash_here or len(checksums) != count):
+            raise InvalidArgument(f"{len(checksums)} checksums for {count} blocks: one each, or none and hash_here")
         return regions.read_descriptors(message.descriptors, count, message.pieces, entry.block_bytes, region.nbytes)
 
     def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes) -> Reply:
@@ -171,13 +190,17 @@ class WriteHandlers:
         return _reserved(Reserved(got.status, None, got.delta_seq), durable)
 
     def _pulled_and_committed(
-        self, got: Reserved, granted: Sequence[int], checksums: Sequence[int], durable: bytes
+        self, got: Reserved, granted: Sequence[int], expected: Sequence[int] | None, durable: bytes
     ) -> Reply:
-        """The writer had hashed its bytes before it asked, and may have given up and reused them since."""
+        """The writer had hashed its bytes before it asked, and may have given up and reused them since; or it cannot
+        (None), and what has come is what it wrote."""
         assert got.reservation is not None
-        expected = [checksums[i] for i in granted]
+        wrong: list[int] = []
         with self._moving(got.reservation):
-            wrong = mismatched(got.reservation.blocks, expected)
+            if expected is None:
+                expected = digests(got.reservation.blocks)
+            else:
+                wrong = mismatched(got.reservation.blocks, expected)
         done = self._received(got.reservation, expected, wrong)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status
@@ -246,6 +269,15 @@ class WriteHandlers:
 
 def _all_aborted(checksums: Sequence[int]) -> bytearray:
     return bytearray([_ABORTED]) * len(checksums)
+
+
+def _not_taken(taken: Taken, problem: str, got: Reserved, granted: Sequence[int], durable: bytes) -> Reply:
+    """Nothing was stored of what was granted. A failure is the rail's, so the connection stays."""
+    if taken is Taken.FAILED:
+        return reply(Kind.FAILURE, pb.Failure(code=Unavailable.__name__, message=f"the rail failed: {problem}"))
+    for position in granted:
+        got.status[position] = _PENDING if taken is Taken.PENDING else _LATE
+    return _reserved(Reserved(got.status, None, got.delta_seq), durable)
 
 
 def _ask(message: pb.Reserve) -> WriteAsk:
