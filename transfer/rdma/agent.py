@@ -19,8 +19,10 @@ class PeerGone(AgentError):
 class Agent(Protocol):
     """One agent with one backend. Not thread-safe: all calls come from the owner thread. All raise AgentError.
 
-    Handles of memory and of transfers are the agent's own.
+    Handles of memory and of transfers are the agent's own. ``version``: of the library, as "1.5.1".
     """
+
+    version: str
 
     def metadata(self) -> bytes: ...
     def connection(self) -> bytes: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import threading
@@ -55,10 +56,21 @@ def bindings() -> Any:
     raise Unavailable("; ".join(problems) or f"NIXL is not installed: {ADVICE}")
 
 
+def version() -> str:
+    """Of the package that is there, "" for none."""
+    for name in PACKAGES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
 class NixlAgent:
     """See :class:`kvstrata.transfer.rdma.agent.Agent`. Made, used and closed in one thread."""
 
     def __init__(self, name: str, rails: Rails, options: RailOptions) -> None:
+        self.version = version()
         self._b: Any = bindings()
         config = self._b.nixlAgentConfig()
         config.useProgThread = config.useListenThread = False

@@ -20,6 +20,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.agent import Agent, AgentError
 from kvstrata.transfer.rdma.engine import Pieces
+from kvstrata.transfer.rdma.envelope import seal, unseal
 from kvstrata.transfer.rdma.jobs import RailJob, RailRegistration
 from kvstrata.transfer.rdma.ledger import PEERS_MAX, Freed, Held, Ledger
 from kvstrata.transfer.rdma.nixl import new_agent
@@ -37,7 +38,6 @@ CALL_S: Final = 10.0
 STUCK_S: Final = 5.0
 #: Posts between two looks at everything else.
 POSTS_A_TURN: Final = 8
-METADATA_BYTES_MAX: Final = 16 << 20
 #: A read that failed for part of its pieces: the others are done with by then.
 LINGER_S: Final = 0.020
 
@@ -78,10 +78,10 @@ class Owner:
     # ---------------------------------------------------------------- callers
 
     def metadata(self) -> bytes:
-        return self._ask(lambda agent: agent.metadata())
+        return self._ask(lambda agent: seal(agent.version, agent.metadata()))
 
     def connection(self) -> bytes:
-        return self._ask(lambda agent: agent.connection())
+        return self._ask(lambda agent: seal(agent.version, agent.connection()))
 
     def register(self, address: int, nbytes: int, memory: Memory = HOST) -> RailRegistration:
         if address <= 0 or nbytes <= 0:
@@ -89,8 +89,6 @@ class Owner:
         return self._ask(partial(self._register, address, nbytes, memory), REGISTER_S, lambda late: late.close())
 
     def add_peer(self, metadata: bytes) -> str:
-        if len(metadata) > METADATA_BYTES_MAX:
-            raise InvalidArgument(f"{len(metadata)} bytes of metadata, and {METADATA_BYTES_MAX} is the bound")
         return self._ask(partial(self._add_peer, bytes(metadata)))
 
     def remove_peer(self, name: str) -> None:
@@ -231,14 +229,14 @@ class Owner:
             raise Unavailable(f"{error}: {advice}") from error
         with self._lock:
             held = self._ledger.register(address, nbytes, memory, handle)
-        return RailRegistration(held, agent.describe(handle), self._close_memory)
+        return RailRegistration(held, seal(agent.version, agent.describe(handle)), self._close_memory)
 
     def _add_peer(self, metadata: bytes, agent: Agent) -> str:
         with self._lock:
             if len(self._ledger.peers) >= PEERS_MAX:
                 raise Unavailable(f"{PEERS_MAX} agents are known here already")
         try:
-            name = agent.load(metadata)
+            name = agent.load(unseal(agent.version, metadata))
         except AgentError as error:
             raise InvalidArgument(str(error)) from error
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 #: Between turns with nothing in hand: an agent must answer another one's first contact.
-IDLE_S: Final = 0.010
+IDLE_S: Final = 0.020
 #: The same, while a peer is expected to need this agent.
 STIRRED_S: Final = 0.001
 STIR_S: Final = 0.25
