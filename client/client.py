@@ -163,7 +163,11 @@ class Client:
         return self._memory.allocate(nbytes)
 
     def unregister(self, region: Region) -> None:
-        """Forget a region: later calls that name it raise :class:`Closed`. Safe twice."""
+        """Forget a region: later calls that name it raise :class:`Closed`. Safe twice.
+
+        Over rdma it waits up to some seconds for transfers that name it. What has not settled then keeps the memory
+        alive until it has; a buffer must not be unmapped by other means before.
+        """
         self._check_usable()
         self._memory.unregister(region)
 
@@ -236,7 +240,8 @@ class Client:
     ) -> LoadResult:
         """Read block i into row i of ``blocks``, wherever it is; every position is tried.
 
-        Rows where ``loaded`` is False may hold garbage. Bounded by ``transfer_deadline_ms``.
+        Rows where ``loaded`` is False may hold garbage; those that are PENDING are not to be reused until the result
+        has settled. Bounded by ``transfer_deadline_ms``.
 
         ``parts``: ends of byte ranges of a block, ascending, the last is ``block_bytes`` (a range: the pages of a
         group of layers). ``landed(k, mask)`` is called in order of k when range k of every block that can still come
@@ -281,7 +286,8 @@ class Client:
         fetched = self._reader.read(asked, attempt, None if landing is None else landing.over)
         if landing is not None:
             landing.finish(fetched.status)
-        result = LoadResult.of(fetched.status, fetched.tier, time.monotonic() - started, fetched.bytes_moved)
+        seconds = time.monotonic() - started
+        result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
         self._counters.add("load", result.reasons, fetched.bytes_moved)
         return result
 
@@ -327,7 +333,7 @@ class Client:
         """Offer row i of ``blocks`` as block i; blocks the pool has already are marked as used.
 
         ``parent``: the hash before the first block in its chain, ``first_index``: the first block's index
-        there. ``blocks`` may be reused when it returns. Bounded by ``transfer_deadline_ms``.
+        there. ``blocks`` may be reused when it returns, but what is PENDING. Bounded by ``transfer_deadline_ms``.
         """
         started = self._check_usable()
         offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
@@ -369,7 +375,8 @@ class Client:
             return StoreResult.of(np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
         pushed = self._writer.write(offered)
-        result = StoreResult.of(pushed.status, time.monotonic() - started, pushed.bytes_moved, pushed.durable)
+        seconds = time.monotonic() - started
+        result = StoreResult.of(pushed.status, seconds, pushed.bytes_moved, pushed.durable, pushed.pending)
         self._counters.add("store", result.reasons, pushed.bytes_moved)
         return result
 

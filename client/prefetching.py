@@ -45,6 +45,10 @@ class Begun:
         """One that was not begun: too much is under way."""
         return cls(asked, nothing_asked(answered=False))
 
+    def settled(self, deadline: float | None = None) -> bool:
+        """Always: it names no memory of the caller's."""
+        return True
+
 
 class Prefetcher:
     """Thread-safe: all state of a prefetch is in its own :class:`Begun`."""

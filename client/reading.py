@@ -23,7 +23,7 @@ from kvstrata.client.results import NO_TIER
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Tier
-from kvstrata.transfer.base import Endpoint, Fetched, Mask, Peer
+from kvstrata.transfer.base import Endpoint, Fetched, Landing, Mask, Peer
 
 log = get_logger(__name__)
 
@@ -34,6 +34,7 @@ _EVICTED: Final = int(BlockStatus.EVICTED)
 _READ_ERROR: Final = int(BlockStatus.READ_ERROR)
 _NO_ROOM: Final = int(BlockStatus.NO_ROOM)
 _NODE_LOST: Final = int(BlockStatus.NODE_LOST)
+_PENDING: Final = int(BlockStatus.PENDING)
 _SSD: Final = int(Tier.SSD)
 
 #: What is read from SSD comes in pieces of so many bytes: one is copied while the node reads the next.
@@ -49,7 +50,8 @@ ROUNDS_MAX: Final = 8
 #: Questions of one round, at most, about blocks of which nodes failed that are not the same for all.
 QUESTIONS_MAX: Final = 4
 
-#: Statuses after which another replica, or the block's new home, may still serve: by value.
+#: Statuses after which another replica, or the block's new home, may still serve: by value. Not PENDING: a transfer may
+#: still write where another one would.
 _OPEN: Final = np.zeros(256, bool)
 _OPEN[[_UNKNOWN, _EVICTED, _READ_ERROR, _NO_ROOM, _NODE_LOST]] = True
 _OPEN[[int(BlockStatus.CORRUPT), int(BlockStatus.LEASE_LOST), int(BlockStatus.LATE)]] = True
@@ -77,6 +79,7 @@ class _Work:
     tries: npt.NDArray[np.uint8]
     over: Mask
     moved: int = 0
+    pending: list[Landing] = field(default_factory=list)  #: what was given up and may still write
     tried: dict[Endpoint, Mask] = field(default_factory=dict)
     fresh: bool = False  #: what is being tried was looked up in this call
 
@@ -93,6 +96,7 @@ class _Work:
 
     def fill(self, where: Where | None, fetched: Fetched, status: npt.NDArray[np.uint8]) -> None:
         at = slice(None) if where is None else where
+        self.pending.extend(fetched.pending)
         self.status[at] = status
         self.tier[at] = np.where(status == _LOADED, fetched.tier, NO_TIER)
 
@@ -160,7 +164,7 @@ class Reader:
                 break
             rounds += 1
             left = self._afresh(work, positions)
-        return Fetched(work.status, work.tier, 0, work.moved)
+        return Fetched(work.status, work.tier, 0, work.moved, tuple(work.pending))
 
     def _only_peer(self, hint: Hint) -> Peer | None:
         """The one node that holds all in memory, when there is one and it can be reached."""
@@ -305,7 +309,7 @@ class Reader:
             for code in np.unique(status[_REPORTED[status]]).tolist():
                 at = np.flatnonzero(status == code)
                 self._report(work.asked, node, hashes, at, fetched.delta_seq, BlockStatus(code))
-        if (status == _NODE_LOST).any():
+        if ((status == _NODE_LOST) | (status == _PENDING)).any():
             self._peers.lose(node)
         work.fill(where, fetched, status)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.status import BlockStatus, Tier
+from kvstrata.transfer.base import Landing
 
 Mask = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.uint8]
@@ -57,7 +59,8 @@ class LoadResult:
     """What became of each block of a load: rows of the destination are good exactly where ``loaded``.
 
     ``loaded`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``tiers`` u8[n]: where
-    a block was when it was asked for (``NO_TIER`` where not loaded).
+    a block was when it was asked for (``NO_TIER`` where not loaded). Rows that are PENDING may still be written to
+    until :meth:`settled`: they must not be reused before.
     """
 
     loaded: Mask
@@ -66,10 +69,18 @@ class LoadResult:
     tiers: Codes
     seconds: float
     bytes_moved: int = 0
+    pending: tuple[Landing, ...] = ()
 
     @classmethod
-    def of(cls, status: Codes, tiers: Codes, seconds: float, bytes_moved: int) -> LoadResult:
-        return cls(status == _LOADED, status, reasons_of(status), tiers, seconds, bytes_moved)
+    def of(
+        cls, status: Codes, tiers: Codes, seconds: float, bytes_moved: int, pending: tuple[Landing, ...] = ()
+    ) -> LoadResult:
+        return cls(status == _LOADED, status, reasons_of(status), tiers, seconds, bytes_moved, pending)
+
+    def settled(self, deadline: float | None = None) -> bool:
+        """True once no row can be written to any more; waits for that until ``deadline`` (monotonic seconds), if one
+        is given. Always true when no row is PENDING."""
+        return all_settled(self.pending, deadline)
 
     @property
     def hit_blocks(self) -> int:
@@ -88,7 +99,8 @@ class StoreResult:
     """What became of each block of a store. ``stored``: the pool holds it now (also if it already did).
 
     ``stored`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``durable`` bool[n]:
-    payload and header are flushed to SSD, so that the block outlives its node's process.
+    payload and header are flushed to SSD, so that the block outlives its node's process. Rows that are PENDING may
+    still be read until :meth:`settled`; what is read late is never stored.
     """
 
     stored: Mask
@@ -97,12 +109,24 @@ class StoreResult:
     seconds: float
     bytes_moved: int
     durable: Mask
+    pending: tuple[Landing, ...] = ()
 
     @classmethod
-    def of(cls, status: Codes, seconds: float, bytes_moved: int, durable: Mask | None = None) -> StoreResult:
+    def of(
+        cls,
+        status: Codes,
+        seconds: float,
+        bytes_moved: int,
+        durable: Mask | None = None,
+        pending: tuple[Landing, ...] = (),
+    ) -> StoreResult:
         stored = (status == _STORED) | (status == _PRESENT)
         flushed = np.zeros(len(status), bool) if durable is None else durable & stored
-        return cls(stored, status, reasons_of(status), seconds, bytes_moved, flushed)
+        return cls(stored, status, reasons_of(status), seconds, bytes_moved, flushed, pending)
+
+    def settled(self, deadline: float | None = None) -> bool:
+        """As :meth:`LoadResult.settled`, of rows that may still be read."""
+        return all_settled(self.pending, deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +142,13 @@ class RemoveResult:
     def complete(self) -> bool:
         """Every node has confirmed: no copy can come back."""
         return self.answered and not self.unreached
+
+
+def all_settled(pending: Iterable[Landing], deadline: float | None = None) -> bool:
+    """Whether no byte of these can move any more; waits until ``deadline``, if one is given."""
+    if deadline is None:
+        return all(one.settled() for one in pending)
+    return all(one.wait(deadline) for one in pending)
 
 
 def prefix(mask: Mask) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from kvstrata.proto.errors import Closed, Unavailable
 
@@ -16,7 +16,15 @@ PENDING_MAX: Final = 1024
 #: A call ends by its deadline plus what one silent peer can add; ``result()`` waits no longer than this past it.
 GRACE_S: Final = 2.0
 
-R = TypeVar("R")
+
+class Settling(Protocol):
+    """A result, of which some memory may still be in use."""
+
+    def settled(self, deadline: float | None = None) -> bool:
+        """True once it is not; waits until ``deadline`` (monotonic seconds), if one is given."""
+
+
+R = TypeVar("R", bound=Settling)
 
 
 class TransferState(Enum):
@@ -28,7 +36,11 @@ class TransferState(Enum):
 
 
 class Transfer(Generic[R]):
-    """A load or a store under way. Deadlines are monotonic seconds, as ``time.monotonic()`` gives them."""
+    """A load or a store under way. Deadlines are monotonic seconds, as ``time.monotonic()`` gives them.
+
+    Its call may end before its memory is free: when one-sided transfers have not settled (see ``settled()`` of the
+    result). It is PENDING until they have.
+    """
 
     def __init__(self, future: Future[R], deadline: float) -> None:
         self._future = future
@@ -38,27 +50,37 @@ class Transfer(Generic[R]):
     def state(self) -> TransferState:
         if not self._future.done():
             return TransferState.PENDING
-        return TransferState.DONE if self._future.exception() is None else TransferState.REFUSED
+        if self._future.exception() is not None:
+            return TransferState.REFUSED
+        return TransferState.DONE if self._future.result().settled() else TransferState.PENDING
 
     def done(self) -> bool:
         """True once it is terminal: its memory is the caller's again."""
-        return self._future.done()
+        return self.state is not TransferState.PENDING
 
     def wait(self, deadline: float | None = None) -> bool:
         """Wait until it is terminal or ``deadline`` passes (default: its own, plus a grace); ``done()``."""
-        until = self._deadline + GRACE_S if deadline is None else deadline
+        until = self._until(deadline)
+        if not self._call_ended(until):
+            return False
+        return self._future.exception() is not None or self._future.result().settled(until)
+
+    def result(self) -> R:
+        """The result of the call, waited for as by ``wait()``; rows of it may be PENDING. Raises what the call would
+        have raised, or :class:`Unavailable` while it has not ended: all its memory is in use then."""
+        if not self._call_ended(self._until(None)):
+            raise Unavailable("the transfer has not ended: its memory is still in use; ask again")
+        return self._future.result()
+
+    def _until(self, deadline: float | None) -> float:
+        return self._deadline + GRACE_S if deadline is None else deadline
+
+    def _call_ended(self, until: float) -> bool:
         try:
             self._future.exception(max(0.0, until - time.monotonic()))
         except TimeoutError:
             return False
         return True
-
-    def result(self) -> R:
-        """The result, waited for as by ``wait()``. Raises what the call would have raised, or
-        :class:`Unavailable` while it is still pending: its memory is in use then."""
-        if not self.wait():
-            raise Unavailable("the transfer has not ended: its memory is still in use; ask again")
-        return self._future.result()
 
 
 class Transfers:

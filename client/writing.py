@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -22,7 +22,7 @@ from kvstrata.client.plan import Part, gather, stripes
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, PlaceState
-from kvstrata.transfer.base import Endpoint, Mask, Peer, Push, Pushed
+from kvstrata.transfer.base import Endpoint, Landing, Mask, Peer, Push, Pushed
 from kvstrata.transfer.regions import BlockView
 
 log = get_logger(__name__)
@@ -41,7 +41,8 @@ _ELSEWHERE[[int(BlockStatus.REFUSED), _NODE_LOST]] = True
 
 @dataclass(slots=True)
 class Offered:
-    """One write call. ``parent``: the hash before the first; ``first_index``: the first's place in its chain."""
+    """One write call. ``parent``: the hash before the first; ``first_index``: the first's place in its chain.
+    ``pending``: what was given up and may still read."""
 
     namespace: PoolNamespace
     salt: str
@@ -51,6 +52,7 @@ class Offered:
     parent: bytes
     first_index: int
     limit: int
+    pending: list[Landing] = field(default_factory=list)
 
 
 class Writer:
@@ -66,7 +68,7 @@ class Writer:
         """Offer every block to its node, also those that are there already: their node marks them used.
 
         Raises only refusals of the whole call. Every position of ``status`` is decided; no source byte is
-        read after the return.
+        read after the return, but of what is PENDING.
         """
         status, durable = np.zeros(len(offered.blocks), np.uint8), np.zeros(len(offered.blocks), bool)
         placed = self._place(offered, status, self._peers.lost())
@@ -90,7 +92,7 @@ class Writer:
             self._recent.remember(
                 namespace, offered.salt, offered.hashes, codes, where.nodes, epoch=namespace.epoch, stored=True
             )
-        return Pushed(status, moved, durable)
+        return Pushed(status, moved, durable, tuple(offered.pending))
 
     def _send(
         self,
@@ -217,12 +219,14 @@ class Writer:
             epoch=offered.namespace.epoch,
         )
         try:
-            return peer.push(push)
+            pushed = peer.push(push)
         except WHOLE_CALL:
             raise
         except KVError as error:
             log.warning("store failed", node=peer.endpoint.node_id, reason=f"{type(error).__name__}: {error}")
             return Pushed(np.full(len(push.blocks), status_of(error), np.uint8))
+        offered.pending.extend(pushed.pending)
+        return pushed
 
 
 def _left_out(run: slice, pushed: Pushed) -> slice | None:

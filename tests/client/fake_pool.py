@@ -16,9 +16,10 @@ from kvstrata.proto.errors import FingerprintMismatch, KVError, NotLeader, Unava
 from kvstrata.proto.keys import Namespace, split_hashes
 from kvstrata.proto.status import BlockStatus, HintKind, PlaceState
 from kvstrata.proto.wire import Kind
-from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Named, Push, Pushed
+from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Landing, Named, Push, Pushed
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame, Late
+from kvstrata.transfer.gpu.staging import Staging
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.regions import BlockView, Region
@@ -66,6 +67,7 @@ class FakeNode:
     calls: list[tuple[str, list[bytes]]] = field(default_factory=list)
     durable: bool = False
     slow: bool = False  #: at work until a fetch's deadline
+    pending: tuple[Landing, ...] = ()  #: what its answers of PENDING wait for
 
     @property
     def endpoint(self) -> Endpoint:
@@ -117,7 +119,7 @@ class FakePeer:
             if status[-1] == BlockStatus.LOADED and data is not None:
                 _scatter(request.blocks, i, data)
                 moved += len(data)
-        return Fetched(np.array(status, np.uint8), np.array(tier, np.uint8), 77, moved)
+        return Fetched(np.array(status, np.uint8), np.array(tier, np.uint8), 77, moved, node.pending)
 
     def push(self, request: Push) -> Pushed:
         node = self._enter(0)
@@ -130,7 +132,7 @@ class FakePeer:
                 if key in node.blocks:
                     status[-1] = BlockStatus.ALREADY_PRESENT
                 node.blocks[key] = _gather(request.blocks, i)
-        return Pushed(np.array(status, np.uint8), 0, np.full(len(status), node.durable))
+        return Pushed(np.array(status, np.uint8), 0, np.full(len(status), node.durable), node.pending)
 
     def prefetch(self, blocks: Named) -> npt.NDArray[np.uint8]:
         node = self._enter(0)
@@ -201,6 +203,7 @@ class FakeChoice:
 
     def __init__(self, spec: str, identity: Identity) -> None:
         self.peers: list[FakePeer] = []
+        self.staging = Staging(self.register, self.unregister)
 
     def connect(self, endpoint: Endpoint) -> FakePeer:
         if endpoint.node_id not in self.nodes:
@@ -211,6 +214,9 @@ class FakeChoice:
     def register(self, region: Region) -> None: ...
     def unregister(self, region: Region) -> None: ...
     def close(self) -> None: ...
+
+    def rail_health(self) -> dict[str, object]:
+        return {}
 
 
 # -------------------------------------------------------------------- the master
