@@ -29,6 +29,7 @@ def health_report(
     problems = [f"master {m['address']}: {m['reason'] or 'not reached yet'}" for m in masters if not m["reachable"]]
     problems += [f"node {n['node_id']}: {n['problem']}" for n in nodes if not n["reachable"]]
     problems += [f"node {n['node_id']}: rails: {n['rails_problem']}" for n in nodes if n["rails_problem"]]
+    problems += memory.problems()
     if loop.problem():
         problems.append(loop.problem())
     return {
@@ -39,6 +40,7 @@ def health_report(
         "loop_age_seconds": {loop.name: loop.age_s()},
         "blocks": counters.snapshot(),
         "regions": memory.totals(),
+        "staging": memory.staging(),
         "rails": dict(rails),
         **open_now,
     }

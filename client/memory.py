@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.transfer.gpu.memory import Buffer, device_memory
 from kvstrata.transfer.regions import Region, flat_bytes, shareable
 from kvstrata.transfer.select import TransportChoice
 
@@ -19,8 +21,21 @@ class RegisteredMemory:
         self._lock = threading.Lock()
 
     def register(self, buffer: Any) -> Region:
-        """Name a caller's memory; raises :class:`InvalidArgument` when it cannot be named."""
-        return self._keep(Region(flat_bytes(buffer), buffer))
+        """Name a caller's memory, the host's or a device's; several allocations of one device as one region.
+
+        Raises :class:`InvalidArgument` when it cannot be named, :class:`Unavailable` when nothing here reaches the
+        device.
+        """
+        found = _device_buffers(buffer)
+        if not found:
+            return self._keep(Region(flat_bytes(buffer), buffer))
+        memory = found[0].memory
+        runtime = self._choice.staging.ring(memory).runtime
+        for stream in {each.stream for each in found if each.stream is not None}:
+            runtime.follow(stream)
+        extents = [(each.address, each.nbytes) for each in found]
+        owner = [each.owner for each in found]
+        return self._keep(Region.spanning(memory, extents, owner, writable=all(each.writable for each in found)))
 
     def allocate(self, nbytes: int) -> Region:
         """New zeroed memory that a node on this host can map."""
@@ -40,10 +55,23 @@ class RegisteredMemory:
         region.close()
         self._choice.unregister(region)
 
-    def totals(self) -> dict[str, int]:
-        """{"count": regions, "bytes": their sum}."""
+    def totals(self) -> dict[str, object]:
+        """{"count": regions, "bytes": their sum, "device_bytes": those on each device, as {"cuda:0": bytes}}."""
         with self._lock:
-            return {"count": len(self._regions), "bytes": sum(region.nbytes for region in self._regions.values())}
+            regions = list(self._regions.values())
+        devices: defaultdict[str, int] = defaultdict(int)
+        for region in regions:
+            if not region.memory.on_host:
+                devices[region.memory.spelled()] += _size(region)
+        return {"count": len(regions), "bytes": sum(map(_size, regions)), "device_bytes": dict(devices)}
+
+    def staging(self) -> dict[str, dict[str, object]]:
+        """Pinned memory between each device and the host, see :meth:`Staging.health`."""
+        return self._choice.staging.health()
+
+    def problems(self) -> list[str]:
+        """Why device memory cannot be reached, for each such device."""
+        return self._choice.staging.problems()
 
     def close(self) -> None:
         """Close all; nodes forget them with the session."""
@@ -57,3 +85,19 @@ class RegisteredMemory:
             self._regions[region.id] = region
         self._choice.register(region)
         return region
+
+
+def _device_buffers(buffer: Any) -> list[Buffer]:
+    """What of ``buffer`` is device memory: itself, or all members of a list; empty when it is the host's."""
+    if not isinstance(buffer, list | tuple):
+        found = device_memory(buffer)
+        return [] if found is None else [found]
+    buffers = [device_memory(each) for each in buffer]
+    known = [each for each in buffers if each is not None]
+    if not known or len(known) < len(buffers) or len({each.memory for each in known}) > 1:
+        raise InvalidArgument("a list of buffers is registered as one only when all are on the same device")
+    return known
+
+
+def _size(region: Region) -> int:
+    return sum(nbytes for _, nbytes in region.extents)

@@ -169,7 +169,10 @@ class Peer(Protocol):
 
 @runtime_checkable
 class ReachesMemory(Protocol):
-    """What a peer is beside, when its ``fetch`` and ``push`` may name device memory; without it that is staged."""
+    """What a peer is beside, when its ``fetch`` and ``push`` may name device memory; without it that is staged.
+
+    For device memory they raise :class:`Unavailable` when the way to it was lost before anything was moved or told of.
+    """
 
     def reaches_memory(self, region: Region) -> bool:
         """Whether bytes can move straight between the node and ``region`` now. Quick."""

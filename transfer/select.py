@@ -2,7 +2,8 @@
 
 ``auto``: shm when the node runs on this boot and its socket is visible, else rdma where this host has an RDMA device
 and the node has rails, else tcp. ``shm``, ``tcp`` or ``rdma`` force one; ``rdma-cma`` is rdma between processes of one
-host, without a device. ``+faults:NAME=VALUE,...`` after any of them puts the fault-injecting transport in front.
+host, without a device. Device memory that a transport does not reach is staged. ``+faults:NAME=VALUE,...`` after any
+of them puts the fault-injecting transport in front.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.transfer.base import Endpoint, Peer, Transport
 from kvstrata.transfer.faults import Faults, FaultyTransport
+from kvstrata.transfer.gpu.staging import StagedPeer, Staging
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 from kvstrata.transfer.rdma.transport import RdmaTransport
@@ -43,6 +45,7 @@ class TransportChoice:
         if plus:
             parsed = Faults.parse(faults)
             self._transports = [FaultyTransport(inner, parsed) for inner in self._transports]
+        self.staging = Staging(self.register, self.unregister)
 
     def connect(self, endpoint: Endpoint) -> Peer:
         """A peer over the first transport that reaches the node; no byte is sent yet.
@@ -51,7 +54,7 @@ class TransportChoice:
         """
         for transport in self._transports:
             if transport.reaches(endpoint):
-                return transport.connect(endpoint)
+                return StagedPeer(transport.connect(endpoint), self.staging)
         raise Unavailable(f"no transport of {self.spec!r} reaches node {endpoint.node_id} at {endpoint.channel}")
 
     def register(self, region: Region) -> None:
@@ -67,5 +70,6 @@ class TransportChoice:
         return self._rdma.rail_health() if self._rdma is not None else {}
 
     def close(self) -> None:
+        self.staging.close()
         for transport in self._transports:
             transport.close()

@@ -107,6 +107,7 @@ class RdmaPeer:
             settle(status, error)
         if status.any():
             return Fetched(status, np.zeros(len(status), np.uint8))
+        self._check_host(request.blocks.region)
         return self._tcp.fetch(request)
 
     def _fetch(self, opened: Opened, request: Fetch) -> Fetched:
@@ -222,6 +223,7 @@ class RdmaPeer:
         except KVError as error:
             settle(status, error)
         if not status.any():
+            self._check_host(request.blocks.region)
             return self._tcp.push(request)
         moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
         return Pushed(status, moved, durable)
@@ -255,6 +257,11 @@ class RdmaPeer:
             raise
 
     # ------------------------------------------------------------------ memory
+
+    def _check_host(self, region: Region) -> None:
+        """No other way leads to device memory: it is staged, where that is known how. Raises :class:`Unavailable`."""
+        if not region.memory.on_host:
+            raise Unavailable(f"no rails to node {self.endpoint.node_id} now, for memory on {region.memory.spelled()}")
 
     def _know(self, opened: Opened, region: Region) -> None:
         """The region is registered with our agent. Raises :class:`RailFailed` when it cannot be."""

@@ -1,0 +1,214 @@
+"""Device memory over any transport: what a peer cannot reach by itself goes through a pinned ring.
+
+::
+
+    host region    --> the transport's peer, untouched
+    device region  --> the transport's peer, where it reaches that memory and the pieces are large
+                   --> ring of pinned chunks (host regions to the transport) <-- gather, scatter --> device
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvstrata.proto.errors import Closed, Unavailable
+from kvstrata.proto.keys import Namespace
+from kvstrata.proto.logs import get_logger
+from kvstrata.proto.status import BlockStatus, HintKind
+from kvstrata.transfer.base import (
+    Endpoint,
+    Fetch,
+    Fetched,
+    Lease,
+    Named,
+    Peer,
+    Push,
+    Pushed,
+    ReachesMemory,
+    StatusArray,
+)
+from kvstrata.transfer.gpu.ring import CHUNK_BYTES, CHUNKS, HELD_MAX, Ring
+from kvstrata.transfer.gpu.runtime import Runtime
+from kvstrata.transfer.gpu.runtimes import runtime_of
+from kvstrata.transfer.gpu.staged_fetch import StagedFetch
+from kvstrata.transfer.gpu.staged_push import StagedPush
+from kvstrata.transfer.memory import Memory
+from kvstrata.transfer.regions import BlockView, Region
+
+log = get_logger(__name__)
+
+#: Smaller pieces of device memory are staged even where they could be reached directly: each costs a descriptor.
+DIRECT_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOptions:
+    """``chunk_bytes`` of pinned memory, at most ``chunks`` of them a device, and ``held_max`` more that late transfers
+    keep. ``direct_bytes``: pieces from this size on need no staging where a transport reaches the device."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    chunks: int = CHUNKS
+    held_max: int = HELD_MAX
+    direct_bytes: int = DIRECT_BYTES
+
+
+class Staging:
+    """A client's rings, one a device, made when its first memory is registered. Thread-safe.
+
+    ``register``, ``unregister``: of the client's transports, for chunks.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[Region], None],
+        unregister: Callable[[Region], None],
+        options: StagingOptions = StagingOptions(),
+        runtime_of: Callable[[Memory], Runtime] = runtime_of,
+    ) -> None:
+        self.options = options
+        self._register, self._unregister, self._runtime_of = register, unregister, runtime_of
+        self._rings: dict[Memory, Ring] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ring(self, memory: Memory) -> Ring:
+        """Raises :class:`Unavailable` when there is no way to the device, saying what is missing."""
+        ring = self._rings.get(memory)
+        if ring is None:
+            with self._lock:
+                if self._closed:
+                    raise Closed("the client is closed")
+                ring = self._rings.get(memory)
+                if ring is None:
+                    ring = self._rings[memory] = self._new(memory)
+        return ring
+
+    def _new(self, memory: Memory) -> Ring:
+        options = self.options
+        return Ring(
+            self._runtime_of(memory),
+            self._register,
+            self._unregister,
+            chunk_bytes=options.chunk_bytes,
+            chunks=options.chunks,
+            held_max=options.held_max,
+        )
+
+    def health(self) -> dict[str, dict[str, object]]:
+        """By device, as in "cuda:0"; see :meth:`Ring.health`."""
+        return {memory.spelled(): ring.health() for memory, ring in list(self._rings.items())}
+
+    def problems(self) -> list[str]:
+        return [problem for ring in list(self._rings.values()) if (problem := ring.problem())]
+
+    def close(self) -> None:
+        """See :meth:`Ring.close`. Safe twice."""
+        with self._lock:
+            self._closed = True
+            rings, self._rings = list(self._rings.values()), {}
+        for ring in rings:
+            ring.close()
+
+
+class StagedPeer:
+    """A peer whose ``fetch`` and ``push`` take device memory too."""
+
+    def __init__(self, inner: Peer, staging: Staging) -> None:
+        self.inner = inner
+        self.endpoint: Endpoint = inner.endpoint
+        self._staging = staging
+        self._reaches = inner.reaches_memory if isinstance(inner, ReachesMemory) else None
+
+    @property
+    def transport(self) -> str:
+        return self.inner.transport
+
+    def fetch(self, request: Fetch) -> Fetched:
+        blocks = request.blocks
+        if blocks.region.memory.on_host:
+            return self.inner.fetch(request)
+        try:
+            ring = self._staging.ring(blocks.region.memory)
+        except Unavailable as error:
+            return _unfetched(_refused(blocks, error))
+        if request.verify == "always" or not self._direct(blocks):  # a checksum needs bytes on the host
+            return StagedFetch(self.inner, ring, request).run()
+        unready = _unready(ring, blocks, request.deadline)
+        if unready is not None:
+            return _unfetched(unready)
+        try:
+            return self.inner.fetch(request)
+        except Unavailable as error:
+            log.debug("staged: the way to device memory was lost", node=self.endpoint.node_id, reason=str(error))
+        return StagedFetch(self.inner, ring, request).run()
+
+    def push(self, request: Push) -> Pushed:
+        blocks = request.blocks
+        if blocks.region.memory.on_host:
+            return self.inner.push(request)
+        try:
+            ring = self._staging.ring(blocks.region.memory)
+        except Unavailable as error:
+            return Pushed(_refused(blocks, error))
+        if not self._direct(blocks):
+            return StagedPush(self.inner, ring, request).run()
+        unready = _unready(ring, blocks, request.deadline)
+        if unready is not None:
+            return Pushed(unready)
+        try:
+            return self.inner.push(request)
+        except Unavailable as error:
+            log.debug("staged: the way to device memory was lost", node=self.endpoint.node_id, reason=str(error))
+        return StagedPush(self.inner, ring, request).run()
+
+    def _direct(self, blocks: BlockView) -> bool:
+        """Whether the transport's own way to the device is there, and the better one."""
+        large = blocks.block_bytes >= blocks.pieces * self._staging.options.direct_bytes
+        return large and self._reaches is not None and self._reaches(blocks.region)
+
+    # ------------------------------------------------------------------ all else is the inner peer's
+
+    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
+        return self.inner.view(namespace, salt, hashes, deadline, epoch)
+
+    def prefetch(self, blocks: Named) -> StatusArray:
+        return self.inner.prefetch(blocks)
+
+    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
+        return self.inner.hint(blocks, kind, ttl_s)
+
+    def reachable(self) -> bool:
+        return self.inner.reachable()
+
+    def upkeep(self) -> None:
+        self.inner.upkeep()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _unready(ring: Ring, blocks: BlockView, deadline: float) -> StatusArray | None:
+    """Wait for what the blocks come after, which no transport knows of. None: it is reached; else their statuses."""
+    try:
+        mark = blocks.after if blocks.after is not None else ring.runtime.mark()
+        if mark.wait(max(0.0, deadline - time.monotonic())):
+            return None
+    except Unavailable as error:
+        ring.failed(str(error))
+        return np.full(len(blocks), BlockStatus.REFUSED, np.uint8)
+    return np.full(len(blocks), BlockStatus.LATE, np.uint8)
+
+
+def _refused(blocks: BlockView, error: Unavailable) -> StatusArray:
+    log.error("device memory out of reach", device=blocks.region.memory.spelled(), reason=str(error))
+    return np.full(len(blocks), BlockStatus.REFUSED, np.uint8)
+
+
+def _unfetched(status: StatusArray) -> Fetched:
+    return Fetched(status, np.zeros(len(status), np.uint8))
