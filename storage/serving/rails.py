@@ -239,10 +239,11 @@ class NodeRails:
         return self._engine.problem()
 
     def health(self) -> dict[str, Any]:
-        """For health and metrics, JSON-ready."""
+        """For health and metrics, JSON-ready. ``unsettled``: pulls that nobody waits for any more."""
         unsettled, held = self.pulls.held()
         return {
             **self._engine.health(),
+            "in_flight": len(self._flights),
             "kind": self.kind,
             "backend": self._engine.backend,
             "devices": [asdict(device) for device in self._found.devices],
