@@ -7,7 +7,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,10 +18,11 @@ from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.agent import Agent, AgentError
+from kvstrata.transfer.rdma.driver import Driver
 from kvstrata.transfer.rdma.engine import Pieces
-from kvstrata.transfer.rdma.envelope import seal, unseal
+from kvstrata.transfer.rdma.envelope import seal
 from kvstrata.transfer.rdma.jobs import RailJob, RailRegistration
-from kvstrata.transfer.rdma.ledger import PEERS_MAX, Freed, Held, Ledger
+from kvstrata.transfer.rdma.ledger import Freed, Held, Ledger
 from kvstrata.transfer.rdma.nixl import new_agent
 from kvstrata.transfer.rdma.pace import IDLE_S, Pace
 from kvstrata.transfer.rdma.rails import RailOptions, Rails
@@ -35,9 +35,7 @@ OPEN_S: Final = 30.0
 REGISTER_S: Final = 120.0
 CALL_S: Final = 10.0
 #: A turn may hold one copy within a host, which is as long as its bytes take.
-STUCK_S: Final = 5.0
-#: Posts between two looks at everything else.
-POSTS_A_TURN: Final = 8
+STUCK_S: Final = 10.0
 #: A read that failed for part of its pieces: the others are done with by then.
 LINGER_S: Final = 0.020
 
@@ -54,8 +52,6 @@ class Owner:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ledger = Ledger()
-        self._posted: dict[RailJob, None] = {}
-        self._lingering: deque[tuple[float, RailJob, str]] = deque()
         self._more = False
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pace = Pace(time.monotonic())
@@ -64,7 +60,6 @@ class Owner:
         self._beat = time.monotonic()
         self._bound_s = OPEN_S
         self._last_error = ""
-        self._done = self._failed = self._bytes = 0
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, opened), name="kvstrata-rails", daemon=True)
         self._thread.start()
@@ -78,18 +73,23 @@ class Owner:
     # ---------------------------------------------------------------- callers
 
     def metadata(self) -> bytes:
-        return self._ask(lambda agent: seal(agent.version, agent.metadata()))
+        return self._ask(lambda driver: seal(driver.agent.version, driver.agent.metadata()))
 
     def connection(self) -> bytes:
-        return self._ask(lambda agent: seal(agent.version, agent.connection()))
+        return self._ask(lambda driver: seal(driver.agent.version, driver.agent.connection()))
 
     def register(self, address: int, nbytes: int, memory: Memory = HOST) -> RailRegistration:
         if address <= 0 or nbytes <= 0:
             raise InvalidArgument(f"memory at {address} of {nbytes} bytes cannot be registered")
-        return self._ask(partial(self._register, address, nbytes, memory), REGISTER_S, lambda late: late.close())
+        held, sealed = self._ask(
+            lambda driver: driver.register(address, nbytes, memory),
+            REGISTER_S,
+            lambda late: self._close_memory(late[0]),
+        )
+        return RailRegistration(held, sealed, self._close_memory)
 
     def add_peer(self, metadata: bytes) -> str:
-        return self._ask(partial(self._add_peer, bytes(metadata)))
+        return self._ask(lambda driver: driver.add_peer(bytes(metadata)))
 
     def remove_peer(self, name: str) -> None:
         if self._here():
@@ -126,9 +126,9 @@ class Owner:
                 "registered_bytes": sum(held.nbytes for held in ledger.memory),
                 "waiting": ledger.waiting,
                 "unsettled": ledger.unsettled,
-                "done": self._done,
-                "failed": self._failed,
-                "bytes_read": self._bytes,
+                "done": self._driver.done,
+                "failed": self._driver.failed,
+                "bytes_read": self._driver.bytes,
                 "problem": self.problem(),
             }
 
@@ -173,12 +173,14 @@ class Owner:
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def _ask(
-        self, work: Callable[[Agent], T], within_s: float = CALL_S, late: Callable[[T], object] | None = None
+        self, work: Callable[[Driver], T], within_s: float = CALL_S, late: Callable[[T], object] | None = None
     ) -> T:
         """Have the owner do it. ``late`` undoes what is done after nobody waits any more."""
         self._must_be_open()
         answer: Future[T] = Future()
         self._calls.put(lambda: self._answer(answer, work, within_s))
+        if self._ended.is_set():
+            self._do_calls()
         try:
             return answer.result(within_s)
         except FutureTimeout:
@@ -186,12 +188,15 @@ class Owner:
                 answer.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
             raise Unavailable(f"the agent's thread did not answer within {within_s:.0f} s") from None
 
-    def _answer(self, answer: Future[T], work: Callable[[Agent], T], within_s: float) -> None:
+    def _answer(self, answer: Future[T], work: Callable[[Driver], T], within_s: float) -> None:
         if not answer.set_running_or_notify_cancel():
+            return
+        if self._ended.is_set():
+            answer.set_exception(Closed("the agent is closed"))
             return
         self._bound_s = max(within_s, STUCK_S)
         try:
-            answer.set_result(work(self._agent))
+            answer.set_result(work(self._driver))
         except AgentError as error:
             answer.set_exception(Unavailable(str(error)))
         except Exception as error:  # noqa: BLE001  raised where it was asked for
@@ -202,7 +207,7 @@ class Owner:
     def _later(self, freed: Freed) -> None:
         """Freed by a caller: it ends transfers itself, the owner does the rest."""
         if freed.memory or freed.peer:
-            self._calls.put(lambda: self._free(Freed((), freed.memory, freed.peer)))
+            self._calls.put(lambda: None if self._ended.is_set() else self._driver.free(freed))
         for transfer in freed.settled:
             assert isinstance(transfer, RailJob)
             transfer.ended()
@@ -221,50 +226,29 @@ class Owner:
 
     # ---------------------------------------------------------------- the owner thread
 
-    def _register(self, address: int, nbytes: int, memory: Memory, agent: Agent) -> RailRegistration:
-        try:
-            handle = agent.register(address, nbytes, memory)
-        except AgentError as error:
-            advice = "raise the memlock limit (ulimit -l)" if memory.on_host else "look at docs/transport.md"
-            raise Unavailable(f"{error}: {advice}") from error
-        with self._lock:
-            held = self._ledger.register(address, nbytes, memory, handle)
-        return RailRegistration(held, seal(agent.version, agent.describe(handle)), self._close_memory)
-
-    def _add_peer(self, metadata: bytes, agent: Agent) -> str:
-        with self._lock:
-            if len(self._ledger.peers) >= PEERS_MAX:
-                raise Unavailable(f"{PEERS_MAX} agents are known here already")
-        try:
-            name = agent.load(unseal(agent.version, metadata))
-        except AgentError as error:
-            raise InvalidArgument(str(error)) from error
-        with self._lock:
-            self._ledger.meet(name)
-        return name
-
     def _run(self, make: Callable[[], Agent], opened: Future[None]) -> None:
         try:
-            self._agent = make()
+            driver = Driver(self.name, make(), self._ledger, self._lock, self._pace, self._linger_s)
         except BaseException as error:  # noqa: BLE001  raised in the thread that opens
             self._ended.set()
             opened.set_exception(error)
             return
+        self._driver = driver
         self._bound_s = STUCK_S
         opened.set_result(None)
         while not self._finished():
-            self._turn()
-        self._end()
+            self._turn(driver)
+        self._end(driver)
 
     def _finished(self) -> bool:
         return self._abandoned or (self._closing and not self._ledger.unsettled)
 
-    def _turn(self) -> None:
+    def _turn(self, driver: Driver) -> None:
         """Never raises: an owner that ends leaves memory in use for ever."""
         try:
-            self._wait()
-            self._post()
-            self._poll()
+            self._wait(driver)
+            self._more = driver.post(time.monotonic())
+            driver.poll(time.monotonic())
             self._last_error = ""
         except Exception as error:
             if not self._last_error:
@@ -273,97 +257,36 @@ class Owner:
             time.sleep(IDLE_S)
         self._beat = time.monotonic()
 
-    def _wait(self) -> None:
+    def _wait(self, driver: Driver) -> None:
         """Until a call, or for as long as the pace allows; then do all calls that are there."""
-        nap_s = self._pace.nap_s(time.monotonic(), posted=bool(self._posted or self._lingering))
+        nap_s = self._pace.nap_s(time.monotonic(), posted=driver.busy)
         try:
             call = self._calls.get_nowait() if self._more else self._calls.get(timeout=nap_s)
+        except Empty:
+            return
+        if call is not None:
+            call()
+        self._do_calls()
+
+    def _do_calls(self) -> None:
+        """All that are there."""
+        try:
             while True:
-                if call is not None:
+                if (call := self._calls.get_nowait()) is not None:
                     call()
-                call = self._calls.get_nowait()
         except Empty:
             return
 
-    def _post(self) -> None:
-        for _ in range(POSTS_A_TURN):
-            with self._lock:
-                job = self._ledger.take()
-            self._more = job is not None
-            if job is None:
-                return
-            assert isinstance(job, RailJob)
-            self._begin(job)
-
-    def _begin(self, job: RailJob) -> None:
-        try:
-            job.handle = self._agent.create(job.peer, job.local, job.remote)
-        except AgentError as error:
-            self._settle(job, str(error))
-            return
-        self._posted[job] = None
-        try:
-            ended = self._agent.post(job.handle)
-        except AgentError as error:
-            self._fail(job, str(error))
-            return
-        self._pace.active(time.monotonic())
-        if ended:
-            self._settle(job)
-
-    def _poll(self) -> None:
-        for job in list(self._posted):
-            try:
-                if self._agent.poll(job.handle):
-                    self._settle(job)
-            except AgentError as error:
-                self._fail(job, str(error))
-        now = time.monotonic()
-        while self._lingering and self._lingering[0][0] <= now:
-            _, job, problem = self._lingering.popleft()
-            self._settle(job, problem)
-        if self._pace.progress_due(now):
-            self._agent.progress()
-
-    def _fail(self, job: RailJob, problem: str) -> None:
-        del self._posted[job]
-        self._lingering.append((time.monotonic() + self._linger_s, job, problem))
-
-    def _settle(self, job: RailJob, problem: str = "") -> None:
-        self._posted.pop(job, None)
-        with self._lock:
-            freed = self._ledger.settle(job, problem)
-            self._failed += bool(problem)
-            self._done += not problem
-            self._bytes += 0 if problem else job.nbytes
-        self._pace.active(time.monotonic())
-        job.ended()
-        handle, job.handle = job.handle, None
-        if handle is not None:
-            self._tried("a transfer could not be released", lambda: self._agent.release(handle))
-        self._free(freed)
-
-    def _free(self, freed: Freed) -> None:
-        for held in freed.memory:
-            self._tried("memory could not be deregistered", partial(self._agent.deregister, held.handle))
-        if freed.peer and freed.peer not in self._ledger.peers:  # met again since
-            self._tried("an agent could not be forgotten", partial(self._agent.forget, freed.peer))
-
-    def _tried(self, what: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except AgentError as error:
-            log.warning(what, agent=self.name, error=str(error))
-
-    def _end(self) -> None:
+    def _end(self, driver: Driver) -> None:
         try:
             if not self._abandoned:
-                self._agent.close()
+                driver.agent.close()
         except Exception:
             log.error("the agent could not be closed", agent=self.name, exc_info=True)
         finally:
             atexit.unregister(self._abandon)
             self._ended.set()
+            self._do_calls()  # they are answered that it is closed
 
     def _abandon(self) -> None:
         """The process ends: so does the thread, before the interpreter goes. The agent is left to the kernel."""

@@ -1,0 +1,140 @@
+"""An agent that does to a transfer what a test says, and notes when it is asked for what must never happen."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstrata.transfer.memory import Memory
+from kvstrata.transfer.rdma.agent import AgentError, PeerGone
+from kvstrata.transfer.rdma.engine import Pieces
+
+
+@dataclass(eq=False)
+class FakeTransfer:
+    peer: str
+    local: Pieces
+    state: str = "created"  #: created, running, done, failed
+    released: bool = False
+
+
+@dataclass
+class FakeAgent:
+    """``plan``: by peer, what happens to what is posted to it: "at once", "later" (when :meth:`finish` says so), "gone"
+    (posting fails), "dies" (it fails when looked at), "refused" (it cannot be created). "at once" without a plan."""
+
+    version: str = "1.5.1"
+    plan: dict[str, str] = field(default_factory=dict)
+    memory: dict[int, tuple[int, int, Memory]] = field(default_factory=dict)
+    peers: set[str] = field(default_factory=set)
+    transfers: list[FakeTransfer] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    progressed: int = 0
+    closed: bool = False
+    fails: str = ""  #: progress raises this
+    thread: int = 0
+    handles: int = 0
+
+    def metadata(self) -> bytes:
+        self._here()
+        return b"agent me with all"
+
+    def connection(self) -> bytes:
+        self._here()
+        return b"agent me"
+
+    def register(self, address: int, nbytes: int, memory: Memory) -> object:
+        self._here()
+        if memory.device == 99:
+            raise AgentError("no such device")
+        self.handles += 1
+        self.memory[self.handles] = (address, nbytes, memory)
+        return self.handles
+
+    def describe(self, handle: object) -> bytes:
+        self._here()
+        return repr(self.memory[handle]).encode()  # type: ignore[index]
+
+    def deregister(self, handle: object) -> None:
+        self._here()
+        address, nbytes, memory = self.memory.pop(handle)  # type: ignore[call-overload]
+        for transfer in self.running():
+            begin, end = transfer.local.address, transfer.local.address + transfer.local.length
+            if transfer.local.memory == memory and ((begin < address + nbytes) & (end > address)).any():
+                self.wrong.append(f"memory {handle} is gone under a transfer with {transfer.peer}")
+
+    def load(self, metadata: bytes) -> str:
+        self._here()
+        if not metadata.startswith(b"agent "):
+            raise AgentError("garbage")
+        name = metadata.split()[1].decode()
+        self.peers.add(name)
+        return name
+
+    def forget(self, peer: str) -> None:
+        self._here()
+        if any(transfer.peer == peer for transfer in self.running()):
+            self.wrong.append(f"{peer} is forgotten under a transfer")
+        self.peers.discard(peer)
+
+    def create(self, peer: str, local: Pieces, remote: Pieces) -> object:
+        self._here()
+        if peer not in self.peers or self.plan.get(peer) == "refused":
+            raise AgentError(f"{peer} is not known, or not that memory of it")
+        assert np.array_equal(local.length, remote.length)
+        self.transfers.append(FakeTransfer(peer, local))
+        return self.transfers[-1]
+
+    def post(self, transfer: object) -> bool:
+        self._here()
+        assert isinstance(transfer, FakeTransfer) and transfer.state == "created"
+        plan = self.plan.get(transfer.peer, "at once")
+        transfer.state = {"at once": "done", "gone": "failed"}.get(plan, "running")
+        if plan == "gone":
+            raise PeerGone("disconnected")
+        return plan == "at once"
+
+    def poll(self, transfer: object) -> bool:
+        self._here()
+        assert isinstance(transfer, FakeTransfer) and transfer.state in ("running", "done")
+        if transfer.state == "running" and self.plan.get(transfer.peer) == "dies":
+            transfer.state = "failed"
+            raise PeerGone("disconnected")
+        return transfer.state == "done"
+
+    def release(self, transfer: object) -> None:
+        self._here()
+        assert isinstance(transfer, FakeTransfer)
+        if transfer.released or transfer.state == "running":
+            self.wrong.append(f"a transfer with {transfer.peer} is released too early or twice")
+        transfer.released = True
+
+    def progress(self) -> None:
+        self._here()
+        self.progressed += 1
+        if self.fails:
+            raise AgentError(self.fails)
+
+    def close(self) -> None:
+        self._here()
+        if self.running():
+            self.wrong.append("closed under transfers")
+        self.closed = True
+
+    def running(self) -> list[FakeTransfer]:
+        return [transfer for transfer in self.transfers if transfer.state == "running"]
+
+    def finish(self, peer: str, count: int = 1 << 30) -> None:
+        """The oldest ``count`` that run with ``peer`` end. From any thread."""
+        for transfer in [transfer for transfer in self.running() if transfer.peer == peer][:count]:
+            transfer.state = "done"
+
+    def _here(self) -> None:
+        """All calls come from one thread, and none after the end."""
+        self.thread = self.thread or threading.get_ident()
+        if self.thread != threading.get_ident():
+            self.wrong.append("called from two threads")
+        if self.closed:
+            self.wrong.append("called after its end")
