@@ -42,8 +42,13 @@ class TimedConnector:
             self._spans.answered(request.request_id)
         return matched
 
-    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
-        job_id = self._inner.update_state_after_alloc(request, block_ids, num_external)
+    def loads_by_layer(self, request: ConnectorRequest, num_external: int, rest_tokens: int) -> bool:
+        return self._inner.loads_by_layer(request, num_external, rest_tokens)
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: BlockIds, num_external: int, *, layered: bool = False
+    ) -> int | None:
+        job_id = self._inner.update_state_after_alloc(request, block_ids, num_external, layered=layered)
         if job_id is not None:
             self._spans.load_started(request.request_id)
         return job_id

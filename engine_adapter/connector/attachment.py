@@ -117,6 +117,11 @@ class Attachment:
         ids = np.array(chunk.blocks.block_ids[chunk.start : chunk.stop], np.int64)
         return self._views[chunk.blocks.group][ids]
 
+    def layer_ends(self, group: int) -> tuple[int, ...]:
+        """Where each layer's pages end in a block of the group; one end for all where that is not known."""
+        own = self._engine_memory
+        return own.layer_ends[group] if own is not None and own.layer_ends else self._layout.layer_ends(group)
+
     def close(self) -> None:
         """Unregister the memory, which stays the caller's, and close the client. No call may be under way."""
         if self.client is None:

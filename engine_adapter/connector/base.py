@@ -50,6 +50,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     is given to the worker side, a store when the forward pass that writes its blocks has ended.
 
     The engine's blocks it names stay referenced (by the scheduler side) until it is terminal on every rank.
+
+    ``layered``: a load that runs beside the forward pass of the step that carries it, which waits for it layer by
+    layer (:meth:`WorkerSide.wait_layer`) and does not end before it, but at its deadline.
     """
 
     job_id: int
@@ -58,6 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     groups: list[GroupBlocks]
     deadline_s: float
+    layered: bool = False
 
 
 class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +103,7 @@ class ConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolState = PoolState.READY
     problems: list[str] = []  #: of the worker side itself: threads that died, raise or stand still
     superseded: bool = False  #: the pool refuses stores: it says that this engine's weights are of the past
+    waited_s: float = 0.0  #: how long the step's forward pass stood still for layered loads
 
 
 class ConnectorRequest(Protocol):
@@ -164,11 +169,22 @@ class SchedulerSide(Protocol):
         """
         ...
 
-    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
+    def loads_by_layer(self, request: ConnectorRequest, num_external: int, rest_tokens: int) -> bool:
+        """Whether the load of those tokens, as just matched, should be layered: ``rest_tokens`` after them would be
+        computed in the same step. Commits nothing; never for more than one request a step."""
+        ...
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: BlockIds, num_external: int, *, layered: bool = False
+    ) -> int | None:
         """Blocks for ``num_external`` tokens are allocated (``block_ids``: the request's whole tables): commit.
 
         Returns the job id of the load that the next ``build_meta`` carries, None when ``num_external`` is 0.
         The request then waits, as WAITING_FOR_REMOTE_KVS, for its :class:`LoadEnd`.
+
+        ``layered``, as :meth:`loads_by_layer` said: the request is computed in the step that ``build_meta`` is called
+        for, and nothing of it is stored in that step. What the step brought for it counts only when a LoadEnd with all
+        tokens came with the step's outputs; otherwise it is as if it had not been computed, and waits for the LoadEnd.
         """
         ...
 
@@ -229,7 +245,17 @@ class WorkerSide(Protocol):
         """Queue the meta's loads at once; its stores when :meth:`forward_ended` says the KV is written."""
         ...
 
-    def forward_ended(self) -> None: ...
+    def wait_layer(self, layer: int) -> bool:
+        """Before attention reads the layer's pages (``layer`` of the one group that loads by layer): wait for what the
+        step's layered loads bring to them.
+
+        False when some of it will not be there, at the latest at the deadline: what is computed then is not kept.
+        """
+        ...
+
+    def forward_ended(self) -> None:
+        """The step's KV is in memory. Returns when its layered loads have ended, or are past their deadline."""
+        ...
 
     def take_output(self) -> ConnectorOutput:
         """Outcomes since the last call. Cheap; each outcome is returned once."""

@@ -65,6 +65,8 @@ def problem_of(job: Job, layout: PoolLayout) -> str:
         # Block 0 is the null block: every request's tables name it, and nothing is ever in it.
         if ids and not (min(ids) > 0 and max(ids) < layout.num_blocks):
             return f"block ids from {min(ids)} to {max(ids)}: expected 1 to {layout.num_blocks - 1}"
+        if job.layered and len(job.groups) > 1:
+            return "a layered load of several groups"
         if job.kind is JobKind.LOAD and (len(ids) < len(blocks.block_ids) or ids & named):
             return "a block id is loaded into twice"
         named |= ids

@@ -70,7 +70,14 @@ class JobLedger:
         self._story: deque[tuple[float, int, str]] = deque(maxlen=STORY_MAX)
 
     def open(
-        self, kind: JobKind, request_id: str, cache_salt: str, groups: list[GroupBlocks], deadline_s: float
+        self,
+        kind: JobKind,
+        request_id: str,
+        cache_salt: str,
+        groups: list[GroupBlocks],
+        deadline_s: float,
+        *,
+        layered: bool = False,
     ) -> Job:
         """Hold the blocks, until the job is terminal on every rank, and return the job to be sent to them."""
         block_ids = [block for entry in groups for block in entry.block_ids]
@@ -81,6 +88,7 @@ class JobLedger:
             cache_salt=cache_salt,
             groups=groups,
             deadline_s=deadline_s,
+            layered=layered,
         )
         self._next_id += 1
         self._holder.hold(block_ids)

@@ -66,6 +66,12 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one pool block of the group, on one rank."""
         return self.groups[group].block_bytes or self.groups[group].layers * self.page_bytes
 
+    def layer_ends(self, group: int) -> tuple[int, ...]:
+        """Where each layer's pages end in a pool block of the group, in bytes."""
+        if self.groups[group].block_bytes:
+            return (self.groups[group].block_bytes,) * self.groups[group].layers
+        return tuple((layer + 1) * self.page_bytes for layer in range(self.groups[group].layers))
+
     def descriptors(self, group: int) -> npt.NDArray[np.int64]:
         """(byte offset, length) of every piece of every block id, int64 [num_blocks, layers * parts, 2]."""
         part = self.page_bytes // self.parts
@@ -82,9 +88,11 @@ class EngineMemory:
 
     ``bytes``: flat u8 view that spans all of it; only what the tables name is ever touched. ``tables``: one a group,
     (byte offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group that is
-    not pooled. ``owner`` keeps the memory alive.
+    not pooled. ``owner`` keeps the memory alive. ``layer_ends``: for each group where each layer's pages end in a
+    block; () where that is not known.
     """
 
     bytes: npt.NDArray[np.uint8]
     tables: tuple[npt.NDArray[np.int64], ...]
     owner: object = None
+    layer_ends: tuple[tuple[int, ...], ...] = ()

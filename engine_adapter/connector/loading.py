@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, Chunk, chunks_of
+from kvstrata.engine_adapter.connector.layered import LayeredLoad
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
@@ -38,7 +40,7 @@ class TransferPool(Protocol):
     def state(self) -> PoolState: ...
     @property
     def generation(self) -> int: ...
-    def load(self, salt: str, chunk: Chunk, generation: int) -> Codes: ...
+    def load(self, salt: str, chunk: Chunk, generation: int, layers: LayeredLoad | None = None) -> Codes: ...
     def store(self, salt: str, chunk: Chunk, generation: int) -> Codes: ...
 
 
@@ -95,10 +97,12 @@ class Loader:
     def _run(self, opened: OpenJob) -> str:
         """Load what can be; returns why the rest was not tried."""
         job = opened.job
-        for chunk in chunks_of(job.groups, self._pool.layout, self._chunk_bytes):
+        # A layered load is one call: the first layers of all blocks come first.
+        size = sys.maxsize if opened.layers is not None else self._chunk_bytes
+        for chunk in chunks_of(job.groups, self._pool.layout, size):
             if stop := self._gate.stop(opened, opened.start_by):
                 return stop
-            status = self._pool.load(job.cache_salt, chunk, opened.generation)
+            status = self._pool.load(job.cache_salt, chunk, opened.generation, opened.layers)
             opened.status[chunk.offset : chunk.offset + len(status)] = status
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

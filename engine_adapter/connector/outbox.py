@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvstrata.client.results import reasons_of
 from kvstrata.engine_adapter.connector.base import Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.chunks import blocks_in
+from kvstrata.engine_adapter.connector.layered import LayeredLoad
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import HELD, BlockStatus
@@ -31,13 +32,14 @@ class OpenJob:
     """An accepted job. ``status`` u8[blocks], group after group, UNKNOWN where nothing was tried yet.
 
     ``start_by``: monotonic seconds after which no more calls are made for it. ``generation``: of the weights that it
-    is of.
+    is of. ``layers``: of a layered load, what the forward pass waits for.
     """
 
     job: Job
     started: float
     start_by: float
     generation: int = 0
+    layers: LayeredLoad | None = None
     status: npt.NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class Outbox:
                 return
             self._outcomes.append(outcome)
             self._count(outcome, len(opened.status))
+        if opened.layers is not None:
+            opened.layers.end(loaded=0 not in outcome.done)
         try:
             self._wake()
         except Exception:

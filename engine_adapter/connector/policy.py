@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Final
 
 from kvstrata.engine_adapter.connector.config import LoadPolicy
+from kvstrata.engine_adapter.connector.layering import LoadBeside
 
 #: Weight that older loads keep with each new one: about the last ten matter.
 LOAD_DECAY: Final = 0.9
@@ -85,11 +86,14 @@ class LoadSeconds:
 class LoadOrCompute:
     """Decides for one engine. ``deadline_s``: a load ends by then. ``aligned_tokens``: loads are multiples of it."""
 
-    def __init__(self, policy: LoadPolicy, deadline_s: float, aligned_tokens: int) -> None:
+    def __init__(
+        self, policy: LoadPolicy, deadline_s: float, aligned_tokens: int, layered: LoadPolicy = "auto"
+    ) -> None:
         self.policy = policy
         self.pool_ready = True  # until a worker says otherwise: the first loads find out
         self.load_seconds = LoadSeconds()
         self.load_yield = 1.0
+        self.beside = LoadBeside(layered)
         self._deadline_s = deadline_s
         self._aligned = aligned_tokens
         self._prefill_tokens = 0.0
@@ -114,6 +118,14 @@ class LoadOrCompute:
         if tokens and self._loading_wins(tokens, latency + tokens * per_token):
             return Choice(tokens, Decision.ALL if tokens == external_tokens else Decision.PART)
         return self._compute_or_explore(external_tokens, now)
+
+    def layered(self, nbytes: int, rest_tokens: int) -> bool:
+        """Whether a load of ``nbytes`` should run beside the step that computes the next ``rest_tokens``."""
+        if not self.pool_ready or rest_tokens <= 0:
+            return False
+        latency, per_byte = self.load_seconds.line()
+        rate = self.prefill_tokens_s
+        return self.beside.choose(latency + nbytes * per_byte, rest_tokens / rate if rate else 0.0, self.load_yield)
 
     def _within_deadline(self, tokens: int, latency: float, per_token: float) -> int:
         left = DEADLINE_SHARE * self._deadline_s - latency
@@ -162,4 +174,5 @@ class LoadOrCompute:
         assert 0.0 <= latency < float("inf") and 0.0 <= per_byte < float("inf"), (latency, per_byte)
         assert 0.0 <= self.load_yield <= 1.0, self.load_yield
         assert self._computed_since >= 0
+        self.beside.check()
         assert (self._prefill_tokens > 0.0) == (self._prefill_seconds > 0.0)

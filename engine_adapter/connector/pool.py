@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvstrata.client.results import Lookup
 from kvstrata.engine_adapter.connector.attachment import Attachment
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
+from kvstrata.engine_adapter.connector.layered import LayeredLoad
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
@@ -96,11 +98,15 @@ class Pool:
         """The pool has refused a store because these weights, or this layout, are not what it has under the name."""
         return self._superseded
 
-    def load(self, salt: str, chunk: Chunk, generation: int) -> Codes:
+    def load(self, salt: str, chunk: Chunk, generation: int, layers: LayeredLoad | None = None) -> Codes:
         """Statuses u8[rows] (:class:`BlockStatus`) of the chunk's rows; where LOADED, the bytes are in place.
 
-        ABORTED where ``generation`` is not that of now: the job is of older weights."""
-        return self._transfer("load", salt, chunk, generation, self._load)
+        ABORTED where ``generation`` is not that of now: the job is of older weights. ``layers`` hears of layers."""
+        return self._transfer("load", salt, chunk, generation, partial(self._load, layers))
+
+    def layer_ends(self, group: int) -> tuple[int, ...]:
+        """Where each layer's pages end in a block of the group, in bytes."""
+        return self._attachment.layer_ends(group)
 
     def store(self, salt: str, chunk: Chunk, generation: int) -> Codes:
         """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED as for :meth:`load`."""
@@ -169,8 +175,13 @@ class Pool:
         self._ended(verdict, f"a transfer of {len(status)} blocks was {verdict.name.lower()}")
         return status
 
-    def _load(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
-        return client.load(namespace, salt, chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk)).status
+    def _load(
+        self, layers: LayeredLoad | None, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk
+    ) -> Codes:
+        hashes, rows = chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk)
+        if layers is None:
+            return client.load(namespace, salt, hashes, rows).status
+        return client.load(namespace, salt, hashes, rows, parts=layers.ranges.ends, landed=layers.landed).status
 
     def _store(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
         width = namespace.hash_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,16 @@ class BlockClient(Protocol):
     """Blocks in and out, as :class:`kvstrata.client.Client` moves them."""
 
     def lookup(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, *, request: str = "") -> Lookup: ...
-    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult: ...
+    def load(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: bytes,
+        blocks: BlockView,
+        *,
+        parts: Sequence[int] = (),
+        landed: Callable[[int, npt.NDArray[np.bool_]], None] | None = None,
+    ) -> LoadResult: ...
     def store(
         self,
         namespace: PoolNamespace,

@@ -29,6 +29,7 @@ from kvstrata.engine_adapter.connector.counters import Counters
 from kvstrata.engine_adapter.connector.external_hits import ExternalHits
 from kvstrata.engine_adapter.connector.hits import LoadRows, pools_prefixes
 from kvstrata.engine_adapter.connector.jobs import JobEnd, JobLedger
+from kvstrata.engine_adapter.connector.layered import layered_group
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.lookups import LookupClient, Lookups
 from kvstrata.engine_adapter.connector.offers import OfferedBlocks, OfferKey
@@ -62,7 +63,9 @@ class PoolSchedulerSide:
     ) -> None:
         self.layout = layout
         self.config = config
-        self.policy = LoadOrCompute(config.load_policy, config.load_deadline_ms / 1000, layout.aligned_tokens)
+        self.policy = LoadOrCompute(
+            config.load_policy, config.load_deadline_ms / 1000, layout.aligned_tokens, config.layered_loads
+        )
         self.ledger = JobLedger(layout.ranks, holder, clock)
         self.offers = OfferedBlocks()
         self._clock = clock
@@ -78,8 +81,10 @@ class PoolSchedulerSide:
         self._reset_due = False
         self._stale_jobs = 0  # jobs up to this id are of older weights
         self._superseded = False
+        self._waited_s = 0.0  # of the newest step, for layered loads
         self._problems: list[str] = []
         self._usable = pools_prefixes(layout)
+        self._by_layer = layered_group(layout) is not None
         # Stores may hold half of the cache at most: the engine has to go on while a pool is slow to take them.
         self._store_blocks_max = min(config.store_pending_blocks_max, (layout.num_blocks - 1) // 2)
         if not self._usable:
@@ -101,7 +106,18 @@ class PoolSchedulerSide:
             return 0
         return self._hits.tokens_to_load(state, request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
+    def loads_by_layer(self, request: ConnectorRequest, num_external: int, rest_tokens: int) -> bool:
+        """See :meth:`SchedulerSide.loads_by_layer`. Not while another load is under way: it would have to wait."""
+        if not self._by_layer or self.ledger.pending_blocks(JobKind.LOAD):
+            return False
+        match = self._requests[request.request_id].match
+        assert match is not None and 0 < num_external <= match.choice.tokens, f"{num_external} external tokens"
+        rows = LoadRows(self.layout, match.local_tokens, match.local_tokens + num_external)
+        return self.policy.layered(rows.nbytes, rest_tokens)
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: BlockIds, num_external: int, *, layered: bool = False
+    ) -> int | None:
         """Open the load job that the next :meth:`build_meta` carries; its blocks are held from now on."""
         if num_external == 0:
             return None
@@ -111,12 +127,13 @@ class PoolSchedulerSide:
         assert 0 < num_external <= match.choice.tokens, f"{num_external} external tokens of {match}"
         rows = LoadRows(self.layout, match.local_tokens, match.local_tokens + num_external)
         groups = rows.groups(request.block_hashes, block_ids)
-        job = self._open(JobKind.LOAD, request, groups)
+        job = self._open(JobKind.LOAD, request, groups, layered=layered)
         explored = match.choice.decision is Decision.EXPLORE
-        self._loads[job.job_id] = OpenLoad(request.request_id, state.life, rows, explored)
+        self._loads[job.job_id] = OpenLoad(request.request_id, state.life, rows, explored, layered)
         self._unsent.append(job)
         state.load_job, state.loaded = job.job_id, True
         self._counters.add("loads")
+        self._counters.add("loads_layered", layered)
         self._counters.add("load_tokens_asked", num_external)
         return job.job_id
 
@@ -160,6 +177,8 @@ class PoolSchedulerSide:
             room = self._store_blocks_max - self.ledger.pending_blocks(JobKind.STORE)
             if room <= 0 or not self.policy.pool_ready or state.stale:
                 continue
+            if state.load_job is not None:
+                continue  # a layered load: what hangs on it is offered when it is known to have come
             runs = self._planner.take(state, request.block_hashes, tables, room)
             if runs:
                 yield self._store(state, request, runs)
@@ -174,9 +193,11 @@ class PoolSchedulerSide:
         self._counters.add("store_blocks_offered", len(keys))
         return job
 
-    def _open(self, kind: JobKind, request: ConnectorRequest, groups: list[GroupBlocks]) -> Job:
+    def _open(
+        self, kind: JobKind, request: ConnectorRequest, groups: list[GroupBlocks], *, layered: bool = False
+    ) -> Job:
         deadline_s = self.config.load_deadline_ms / 1000
-        return self.ledger.open(kind, request.request_id, request.cache_salt, groups, deadline_s)
+        return self.ledger.open(kind, request.request_id, request.cache_salt, groups, deadline_s, layered=layered)
 
     def _keys(self, blocks: GroupBlocks) -> list[OfferKey]:
         width = self.layout.hash_bytes
@@ -193,6 +214,7 @@ class PoolSchedulerSide:
             self._pool_is(all(output.pool is PoolState.READY for output in outputs))
             self._superseded_is(any(output.superseded for output in outputs))
             self._problems = [f"rank {rank}: {text}" for rank, output in enumerate(outputs) for text in output.problems]
+        self._waited_s = max((output.waited_s for output in outputs), default=0.0)
         loads: list[LoadEnd] = []
         for rank, output in enumerate(outputs):
             for outcome in output.outcomes:
@@ -235,6 +257,10 @@ class PoolSchedulerSide:
             explored=load.explored,
             now=self._clock(),
         )
+        if load.layered:
+            self.policy.beside.ended(end.seconds, self._waited_s)
+            self._counters.add("load_waited_seconds", self._waited_s)
+            self._counters.add("loads_layered_failed", loaded < asked)
         state = self._live(load.request_id, load.life)
         self._counters.load_ended(end, asked, loaded, wanted=state is not None)
         self._note_missing(end, state)
@@ -335,6 +361,7 @@ class PoolSchedulerSide:
             "load_latency_s": latency_s,
             "load_bytes_s": 1.0 / seconds_a_byte if seconds_a_byte else 0.0,
             "load_yield": self.policy.load_yield,
+            "load_waited_share": self.policy.beside.waited_share,
             "prefill_tokens_s": self.policy.prefill_tokens_s,
         }
 

@@ -91,6 +91,7 @@ class OpenLoad:
     life: int
     rows: LoadRows
     explored: bool
+    layered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

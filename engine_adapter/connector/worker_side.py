@@ -4,6 +4,7 @@
 
     start(meta)      loads --> queue --> load threads ---+
                      stores -> written                   +--> client calls --> outbox --> take_output()
+    wait_layer(i)    <-- ranges of layered loads --------+
     forward_ended()  written -> queue -> store threads --+
 """
 
@@ -18,10 +19,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, Job, PoolState
+from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, Job, JobKind, PoolState
 from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, problem_of
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
+from kvstrata.engine_adapter.connector.layered import LayeredLoad, LayeredLoads, LayerRanges, layered_group
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
@@ -70,6 +72,8 @@ class PoolWorkerSide:
         self._close_s = call_s + CLOSE_GRACE_S
         self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock, engine_memory=engine_memory)
         self.memory: npt.NDArray[np.uint8] = self._pool.memory
+        group = layered_group(layout)
+        self._layer_ranges = None if group is None else LayerRanges.of(self._pool.layer_ends(group))
         self._outbox = Outbox(layout, call_s, clock)
         self._gate = Gate(self._pool, clock)
         self._loader = Loader(self._pool, self._outbox, self._gate, chunk_bytes=chunk_bytes)
@@ -77,6 +81,7 @@ class PoolWorkerSide:
         self._loads = JobQueue(blocks_max=layout.num_blocks * len(layout.groups))
         self._stores = JobQueue(blocks_max=config.store_pending_blocks_max)
         self._written: list[OpenJob] = []
+        self._layered = LayeredLoads()
         self._problems: list[str] = []
         self._look_again_at = 0.0
         self._closed = False
@@ -107,12 +112,17 @@ class PoolWorkerSide:
             if (opened := self._accepted(job)) is not None:
                 self._written.append(opened)
 
+    def wait_layer(self, layer: int) -> bool:
+        """See :meth:`WorkerSide.wait_layer`. Bounded by the deadlines of the step's loads."""
+        return self._layered.wait_layer(layer)
+
     def forward_ended(self) -> None:
-        """The step's KV is in memory: its stores may begin."""
+        """The step's KV is in memory: its stores may begin. Layered loads are waited for, to their deadlines."""
         written, self._written = self._written, []
         for opened in written:
             self._outbox.restart(opened)
             self._enqueue(opened, self._stores, self._store_workers)
+        self._layered.wait_ends()
 
     def take_output(self) -> ConnectorOutput:
         """Outcomes since the last call, each once, and how the pool is. Cheap."""
@@ -121,6 +131,7 @@ class PoolWorkerSide:
             pool=self._pool.state,
             problems=self._problems_lately(),
             superseded=self._pool.superseded,
+            waited_s=self._layered.take_waited_s(),
         )
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -198,6 +209,9 @@ class PoolWorkerSide:
         if opened is None:
             log.error("a job id was given twice: the second job is ignored", job=job.job_id)
             return None
+        if job.layered and job.kind is JobKind.LOAD and self._layer_ranges is not None:
+            opened.layers = LayeredLoad(self._layer_ranges, time.monotonic() + job.deadline_s)
+            self._layered.add(opened.layers)
         if problem := problem_of(job, self.layout):
             log.error("a job that cannot be carried out", job=job.job_id, reason=problem)
             self._outbox.end(opened, INVALID)

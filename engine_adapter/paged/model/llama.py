@@ -8,7 +8,7 @@ On a GPU it rests on cuBLAS giving a product of one shape the same bits in any b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -42,10 +42,11 @@ class Llama:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    def forward(self, batch: Batch, kv: Sequence[KV]) -> F32:
+    def forward(self, batch: Batch, kv: Sequence[KV], before_reading: Callable[[int], object] | None = None) -> F32:
         """Compute a step: write its K and V into ``kv``, return the logits [m, vocab] of ``batch.logits_rows``.
 
-        The batch and the logits are numpy's.
+        The batch and the logits are numpy's. ``before_reading(layer)`` is called before attention reads the layer's
+        KV, when the step's own is written.
 
         ``kv``: one tensor a layer, ``[2, num_blocks, block_size, num_kv_heads, head_size]``, C-contiguous.
         """
@@ -61,6 +62,8 @@ class Llama:
             group = batch.layer_group[layer]
             qkv = self._project(hidden, weights, layout, positions)
             queries = self._write(qkv, kv[layer], slots[group])
+            if before_reading is not None:
+                before_reading(layer)
             attended = layout.scatter(self._attention(queries, kv[layer], plans[group]))
             hidden += self._collective.all_reduce(multiply(xp, attended, weights.o))
             normed = rms_norm(xp, hidden, weights.post_norm, self.config.rms_norm_eps)

@@ -7,6 +7,7 @@
     forward pass writes ...   stores:    forward_ended copies the blocks   -->      threads store them
     take_output copies the blocks        loaded by threads                 <--      loads
     ... and the scheduler hears of the load after that
+    wait_layer copies a layer's pages    of layered loads
 
 A block is in one load at most while it runs, and in no store before that has ended; blocks that several stores
 name are full, and the same bytes every time. So no copy meets a transfer of other bytes.
@@ -55,13 +56,28 @@ class DeviceMirror:
         self._copy_bytes = copy_bytes
         self._loads: dict[int, Job] = {}
         self._stores: list[Job] = []
+        self._layered: list[Job] = []  # of this step
+        self._copied: dict[int, int] = {}  # layers of a layered load that were copied as they came, by job
 
     def start(self, meta: ConnectorMeta) -> None:
         for job in meta.loads:
             # Of two jobs with one id, only the first is carried out.
-            self._loads.setdefault(job.job_id, job)
+            if self._loads.setdefault(job.job_id, job) is job and job.layered and not problem_of(job, self._layout):
+                self._layered.append(job)
         self._stores.extend(meta.stores)
         self._inner.start(meta)
+
+    def wait_layer(self, layer: int) -> bool:
+        """The layer's pages are in device memory when attention reads them."""
+        if not self._inner.wait_layer(layer):
+            return False
+        parts = self._layout.parts
+        for job in self._layered:
+            for blocks in job.groups:
+                for piece in self._cut(blocks.group, np.asarray(blocks.block_ids, np.int64)):
+                    self._copy_up(slice(layer * parts, (layer + 1) * parts), piece)
+            self._copied[job.job_id] = self._copied.get(job.job_id, 0) + 1
+        return True
 
     def forward_ended(self) -> None:
         """What the step's stores are of is in host memory before they may begin."""
@@ -71,6 +87,7 @@ class DeviceMirror:
                 rows = self._rows(group)
                 found = self._arrays.xp.take(self._device[:rows], self._arrays.to_device(piece), axis=1)
                 self._host[:rows, piece] = self._arrays.to_host(found)
+        self._layered = []
         self._inner.forward_ended()
 
     def take_output(self) -> ConnectorOutput:
@@ -78,7 +95,11 @@ class DeviceMirror:
         output = self._inner.take_output()
         for outcome in output.outcomes:
             job = self._loads.pop(outcome.job_id, None) if outcome.kind is JobKind.LOAD else None
-            if job is not None and any(outcome.done):
+            layers = self._copied.pop(outcome.job_id, 0)
+            if job is None or not any(outcome.done):
+                continue
+            # Layers that were copied as they came are what was loaded, if all of it was.
+            if 0 in outcome.done or layers < self._layout.groups[job.groups[0].group].layers:
                 self._bring_up(job, outcome)
         return output
 
@@ -96,8 +117,10 @@ class DeviceMirror:
             loaded = ids[done[offset : offset + len(ids)]]
             offset += len(ids)
             for piece in self._cut(blocks.group, loaded):
-                rows = self._rows(blocks.group)
-                self._device[:rows, self._arrays.to_device(piece)] = self._arrays.to_device(self._host[:rows, piece])
+                self._copy_up(slice(0, self._rows(blocks.group)), piece)
+
+    def _copy_up(self, rows: slice, ids: I64) -> None:
+        self._device[rows, self._arrays.to_device(ids)] = self._arrays.to_device(self._host[rows, ids])
 
     def _named(self, jobs: Sequence[Job]) -> list[tuple[int, I64]]:
         """Group and block ids, each once, of jobs that can be carried out: ``inner`` refuses the others."""

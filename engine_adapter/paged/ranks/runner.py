@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvstrata.engine_adapter.paged.cache.kv_cache_spec import KVCacheConfig, SlidingWindowSpec
 from kvstrata.engine_adapter.paged.model.attention import KV
 from kvstrata.engine_adapter.paged.model.rows import F32, Batch
@@ -28,8 +30,9 @@ from kvstrata.engine_adapter.paged.request import SamplingParams
 class Model(Protocol):
     """What a runner needs of a model."""
 
-    def forward(self, batch: Batch, kv: Sequence[KV]) -> F32:
-        """Write the KV of the batch's tokens; logits float32 [len(batch.logits_rows), vocab]."""
+    def forward(self, batch: Batch, kv: Sequence[KV], before_reading: Callable[[int], object] | None = None) -> F32:
+        """Write the KV of the batch's tokens; logits float32 [len(batch.logits_rows), vocab]. ``before_reading(layer)``
+        is called before the layer's KV is read."""
         ...
 
 
@@ -60,6 +63,7 @@ class ModelRunner:
         self._kv = kv
         self._clock = clock
         self._layer_group = [group for group, _ in layer_places(config)]
+        self._layer_slot = [slot for _, slot in layer_places(config)]
         self._tables = [
             BlockTable(max_num_seqs, -(-config.max_model_len // spec.block_size), spec.block_size)
             for spec in (group.spec for group in config.groups)
@@ -71,8 +75,11 @@ class ModelRunner:
         self._running: dict[str, _Running] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the step's tokens; sample for every request whose last known token was among them."""
+    def execute(self, output: SchedulerOutput, wait_layer: Callable[[int], bool] | None = None) -> ModelRunnerOutput:
+        """Compute the step's tokens; sample for every request whose last known token was among them.
+
+        ``wait_layer``, of :class:`WorkerSide`: before each layer's KV is read; its time does not count as computing.
+        """
         self._update(output)
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput(step_id=output.step_id)
@@ -85,12 +92,29 @@ class ModelRunner:
         ]
         batch = build_batch(parts, self._tables, self._layer_group, common)
         started = self._clock()
-        logits = self._model.forward(batch, self._kv)
-        seconds = self._clock() - started
+        if wait_layer is None:
+            logits, waited = self._model.forward(batch, self._kv), 0.0
+        else:
+            logits, waited = self._forward_beside_loads(batch, wait_layer)
+        seconds = self._clock() - started - waited
         for part in parts:
             self._running[part.request_id].num_computed_tokens = part.end
         tokens, logprobs = self._sample([part.request_id for part in parts if part.samples], logits)
         return ModelRunnerOutput(step_id=output.step_id, sampled=tokens, logprobs=logprobs, compute_s=seconds)
+
+    def _forward_beside_loads(self, batch: Batch, wait_layer: Callable[[int], bool]) -> tuple[F32, float]:
+        """Logits, and the seconds of waiting."""
+        waited = 0.0
+
+        def wait(layer: int) -> None:
+            nonlocal waited
+            started = self._clock()
+            wait_layer(self._layer_slot[layer])
+            waited += self._clock() - started
+
+        # A load that fails leaves anything: whatever is computed from it is not kept.
+        with np.errstate(all="ignore"):
+            return self._model.forward(batch, self._kv, wait), waited
 
     def _sample(self, request_ids: Sequence[str], logits: F32) -> tuple[dict[str, int], dict[str, TokenLogprobs]]:
         """A token for each request from its row of logits."""

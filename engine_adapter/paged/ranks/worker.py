@@ -63,9 +63,12 @@ class Worker:
         """One step: loads begin, tokens are computed, stores begin; and the outcomes that there are by now."""
         if self._connector is None:
             return self._runner.execute(output)
+        wait_layer = None
         if output.connector_meta is not None:
             self._connector.start(output.connector_meta)
-        result = self._runner.execute(output)
+            if any(job.layered for job in output.connector_meta.loads):
+                wait_layer = self._connector.wait_layer
+        result = self._runner.execute(output, wait_layer)
         self._connector.forward_ended()
         return ModelRunnerOutput(
             step_id=result.step_id,

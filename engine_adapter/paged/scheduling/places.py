@@ -11,6 +11,7 @@
                  |                                     |  a seat   |
                  +--------------- preempted -----------+-----------+
 
+A request that runs beside its load, and whose load does not end with that step, goes from running to loading.
 ``loading`` and ``ready`` requests hold blocks but no seat (``max_num_seqs``) and none of a step's tokens.
 """
 
@@ -50,6 +51,12 @@ class Places:
     def load(self, request: Request, job_id: int) -> None:
         """From waiting to loading."""
         self.waiting.remove(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.loading[job_id] = request
+
+    def wait_for(self, request: Request, job_id: int) -> None:
+        """From running to loading: it ran beside a load that has not ended."""
+        self._take_out(request)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading[job_id] = request
 

@@ -179,7 +179,10 @@ class Scheduler:
             external = answer
         left = request.num_tokens - local
         assert 0 <= external < left, f"{request}: {external} external of {left} tokens after the local ones"
-        count = 0 if external else min(left, batch.budget)
+        count = min(left - external, batch.budget)
+        layered = external > 0 and count > 0 and self._loads_by_layer(request, external, count, left)
+        if external and not layered:
+            count = 0
         if not external and not count:
             return Admission.NO_ROOM
         blocks = self._kv.allocate_slots(
@@ -189,28 +192,40 @@ class Scheduler:
             return Admission.NO_ROOM
         request.num_computed_tokens = local
         self._reports.lookup(request, local, pool=self._connector is not None)
-        if self._commit_load(request, external):
+        job_id = self._commit_load(request, external, layered=layered)
+        if job_id is not None and not layered:
+            self._places.load(request, job_id)
             return Admission.LOADS
         self._places.run(request)
-        self._reports.sources(request, external=0)
-        self._reports.tell(request, f"runs: {local} of {request.num_tokens} tokens were local")
+        if job_id is not None:
+            batch.layered[job_id] = (request, local)
+            request.num_computed_tokens = local + external
+        else:
+            self._reports.sources(request, external=0)
+            self._reports.tell(request, f"runs: {local} of {request.num_tokens} tokens were local")
         batch.put(request, count, blocks)
         return Admission.RUNS
 
-    def _commit_load(self, request: Request, external: int) -> bool:
-        """Tell the connector of the allocation; whether the request now waits for a load."""
+    def _loads_by_layer(self, request: Request, external: int, count: int, left: int) -> bool:
+        """Whether ``count`` tokens of it are to be computed while its load is under way. Not if it ends with this step:
+        what it computes beside a load is stored only later."""
+        assert self._connector is not None
+        ends = external + count == left and request.num_output_tokens + 1 >= request.sampling.max_tokens
+        return not ends and self._connector.loads_by_layer(request, external, count)
+
+    def _commit_load(self, request: Request, external: int, *, layered: bool) -> int | None:
+        """Tell the connector of the allocation; the job that it loads with."""
         if self._connector is None:
-            return False
+            return None
         tables = self._kv.block_ids(request.request_id)
-        job_id = self._connector.update_state_after_alloc(request, tables, external)
+        job_id = self._connector.update_state_after_alloc(request, tables, external, layered=layered)
         assert (job_id is None) == (external == 0), f"{request}: job {job_id} for {external} external tokens"
-        if job_id is None:
-            return False
-        self._places.load(request, job_id)
-        self._reports.tell(
-            request, f"loads {external} tokens after {request.num_computed_tokens} local ones, job {job_id}"
-        )
-        return True
+        if job_id is not None:
+            how = "by layers" if layered else ""
+            self._reports.tell(
+                request, f"loads {external} tokens after {request.num_computed_tokens} local ones {how}, job {job_id}"
+            )
+        return job_id
 
     def _check_progress(self, batch: StepBatch) -> None:
         """Admission promised that a lone request fits: if nothing moves, something must be under way."""
@@ -231,13 +246,35 @@ class Scheduler:
         batch, self._batch = self._batch, None
         assert batch is not None and output.step_id == batch.step_id, f"step {output.step_id} is not under way"
         assert all(rank.step_id == output.step_id for rank in ranks), "a rank answered another step"
+        ends = self._connector_ends(batch, ranks)
+        self._settle_layered(batch, ends)
         for request, count in batch.scheduled:
             # Aborted while the step ran: its blocks are gone, and its id may be another's.
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RequestStatus.RUNNING and request not in batch.undone:
                 self._advance(request, count, ranks[0])
-        if self._connector is not None:
-            self._update_connector(self._connector, batch, ranks)
+        for end in ends.values():
+            self._load_ended(end)
         return self._reports.take()
+
+    def _settle_layered(self, batch: StepBatch, ends: dict[int, LoadEnd]) -> None:
+        """Take the ends of the step's layered loads. Where one did not bring all, the step did nothing for its
+        request; where one has not ended, the request waits for it as for any other load."""
+        for job_id, (request, local) in batch.layered.items():
+            end = ends.pop(job_id, None)
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            loaded = end.loaded_tokens if end is not None else 0
+            if end is None or loaded < end.asked_tokens:
+                batch.undone.add(request)
+                self._workers.preempted(request.request_id)  # what they know of it is wrong
+                request.num_computed_tokens = local + loaded
+            if end is None:
+                self._places.wait_for(request, job_id)
+                self._reports.tell(request, f"computed in vain: job {job_id} has not ended")
+                continue
+            self._kv.cache_blocks(request, local + loaded)
+            self._reports.tell(request, f"loaded {loaded} of {end.asked_tokens} tokens, job {job_id}")
+            self._reports.sources(request, external=loaded)
 
     def _advance(self, request: Request, count: int, rank: ModelRunnerOutput) -> None:
         request.num_computed_tokens += count
@@ -251,15 +288,19 @@ class Scheduler:
             self._end(request, status)
         self._reports.token(request, token, rank.logprobs.get(request.request_id))
 
-    def _update_connector(self, connector: SchedulerSide, batch: StepBatch, ranks: Sequence[ModelRunnerOutput]) -> None:
+    def _connector_ends(self, batch: StepBatch, ranks: Sequence[ModelRunnerOutput]) -> dict[int, LoadEnd]:
+        """Loads that the step's outputs end, by job id."""
+        connector = self._connector
+        if connector is None:
+            return {}
         outputs = [rank.connector or ConnectorOutput() for rank in ranks]
         # The end of a store, too, frees blocks that somebody may wait for.
         self.progressed |= any(output.outcomes for output in outputs)
-        for end in connector.update_output(outputs):
-            self._load_ended(end)
+        ends = {end.job_id: end for end in connector.update_output(outputs)}
         if batch.prefill_tokens:
             seconds = max(rank.compute_s for rank in ranks)
             connector.forward_done(batch.prefill_tokens, seconds * batch.prefill_tokens / batch.total_tokens)
+        return ends
 
     def _load_ended(self, end: LoadEnd) -> None:
         """Its whole blocks count as computed; the rest is computed in the slots it already holds."""

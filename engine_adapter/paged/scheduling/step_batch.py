@@ -21,6 +21,9 @@ class StepBatch:
         self.prefill_tokens = 0
         self.short = False  #: somebody lacked blocks or tokens: nobody else is let in
         self.may_preempt = True
+        #: By job id: requests whose load runs beside the step, and their local tokens.
+        self.layered: dict[int, tuple[Request, int]] = {}
+        self.undone: set[Request] = set()  #: those of them for which the step did nothing
         self._kv = kv
         self._workers = workers
         self._new: list[NewRequest] = []

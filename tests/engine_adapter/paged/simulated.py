@@ -6,10 +6,11 @@ of a block that was reused, not yet written, or loaded from another prefix is se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import xxhash
 
 from kvstrata.engine_adapter.connector.base import (
@@ -155,6 +156,8 @@ class SimulatedRanks:
         self._known: dict[str, _Known] = {}
         self._ended: list[JobOutcome] = []
         self._stored: dict[int, list[list[int]]] = {}  # what a store read, when it was allowed to
+        #: What a layered load has done when its step ends, a row each; None: it has not ended.
+        self.end_layered: Callable[[Job], Sequence[bool] | None] = lambda job: [True] * len(_rows(job))
 
     # -- the executor
 
@@ -165,9 +168,16 @@ class SimulatedRanks:
         for job in (*meta.loads, *meta.stores):
             assert job.job_id not in self.jobs
             self.jobs[job.job_id] = job
+        spoiled: set[str] = set()
         for job in meta.loads:
             self._scribble(job)
-        sampled = self._compute(output)
+            if job.layered:
+                done = self.end_layered(job)
+                if done is not None:
+                    self.end_job(job.job_id, done)
+                if done is None or not all(done):
+                    spoiled.add(job.request_id)
+        sampled = self._compute(output, spoiled)
         for job in meta.stores:
             self._stored[job.job_id] = [list(self._memory[block]) for _, block in _rows(job)]
         ended, self._ended = self._ended, []
@@ -217,7 +227,8 @@ class SimulatedRanks:
 
     # -- the runner
 
-    def _compute(self, output: SchedulerOutput) -> dict[str, int]:
+    def _compute(self, output: SchedulerOutput, spoiled: Set[str]) -> dict[str, int]:
+        """``spoiled`` requests read garbage, so they write it."""
         for request_id in (*output.finished, *output.preempted):
             del self._known[request_id]
         for new in output.new:
@@ -238,13 +249,16 @@ class SimulatedRanks:
         scheduled = {request_id: self._known[request_id] for request_id in output.num_scheduled_tokens}
         assert set(scheduled) == {r.request_id for r in (*output.new, *output.cached)}
         for request_id, known in scheduled.items():
-            self._read(request_id, known)  # all reads first: what this step computes, nobody may rely on in it
+            if request_id not in spoiled:
+                self._read(request_id, known)  # all reads first: what this step computes, nobody may rely on in it
         written: set[tuple[int, int]] = set()
         sampled: dict[str, int] = {}
         for request_id, count in output.num_scheduled_tokens.items():
-            self._write(scheduled[request_id], count, written)
+            self._write(scheduled[request_id], count, written, good=request_id not in spoiled)
             if scheduled[request_id].num_computed_tokens == len(scheduled[request_id].token_ids):
                 sampled[request_id] = next_token(scheduled[request_id].token_ids, scheduled[request_id].salt)
+                if request_id in spoiled:
+                    sampled[request_id] = (sampled[request_id] + 1) % VOCAB
         return sampled
 
     def _read(self, request_id: str, known: _Known) -> None:
@@ -258,7 +272,7 @@ class SimulatedRanks:
                 found = self._memory.get(block, [GARBAGE] * BLOCK)[position % BLOCK]
                 assert block != 0 and found == kv[position], f"{request_id}: wrong KV at {position}, block {block}"
 
-    def _write(self, known: _Known, count: int, written: set[tuple[int, int]]) -> None:
+    def _write(self, known: _Known, count: int, written: set[tuple[int, int]], *, good: bool) -> None:
         start = known.num_computed_tokens
         assert count > 0 and start + count <= len(known.token_ids)
         kv = digests(known.token_ids, known.salt)
@@ -268,7 +282,7 @@ class SimulatedRanks:
                 block, offset = table[position // BLOCK], position % BLOCK
                 assert block not in (0, *loading) and (block, offset) not in written, f"block {block} is not free"
                 written.add((block, offset))
-                self._memory.setdefault(block, [GARBAGE] * BLOCK)[offset] = kv[position]
+                self._memory.setdefault(block, [GARBAGE] * BLOCK)[offset] = kv[position] if good else GARBAGE
         known.num_computed_tokens += count
 
 
@@ -302,6 +316,7 @@ class ScriptedConnector:
         self.accepted: set[int] = set()
         self.ends: list[LoadEnd] = []
         self.late: set[str] = set()  #: requests whose lookup is not answered yet
+        self.layered = False  #: loads run beside the step
         self.ailing: list[str] = []  #: what its ranks say is wrong with their threads
         self.closed = False
         self._holder = holder
@@ -331,12 +346,19 @@ class ScriptedConnector:
             index += 1
         return (index - first) * BLOCK
 
-    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
+    def loads_by_layer(self, request: ConnectorRequest, num_external: int, rest_tokens: int) -> bool:
+        assert num_external > 0 and 0 < rest_tokens <= request.num_tokens - num_external
+        return self.layered and not any(job.kind is JobKind.LOAD for job in self.held.values())
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: BlockIds, num_external: int, *, layered: bool = False
+    ) -> int | None:
         self.calls.append(("alloc", request.request_id))
         if not num_external:
             return None
         first = request.num_computed_tokens // BLOCK
         job = self._open(JobKind.LOAD, request, block_ids, first, first + num_external // BLOCK)
+        self.held[job.job_id] = job = msgspec.structs.replace(job, layered=layered)
         self._lives[request.request_id].load = job.job_id
         self.accepted.add(job.job_id)
         self._unsent.append(job)
@@ -348,6 +370,8 @@ class ScriptedConnector:
         for request, tables, tokens in computed if self._store else ():
             assert tokens <= request.num_tokens
             life = self._lives[request.request_id]
+            if life.load in self.held:
+                continue
             if tokens // BLOCK > life.stored:
                 stores.append(self._open(JobKind.STORE, request, tables(), life.stored, tokens // BLOCK))
                 life.stored = tokens // BLOCK
@@ -483,14 +507,19 @@ class SimulatedLookups:
 class RecordedPoolSide(PoolSchedulerSide):
     """The real scheduler side, with what :class:`ScriptedConnector` lets a test see."""
 
-    def __init__(self, layout: PoolLayout, pool: Pool, holder: BlockHolder, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, layout: PoolLayout, pool: Pool, holder: BlockHolder, clock: Callable[[], float], *, layered: bool = False
+    ) -> None:
         self.lookups = SimulatedLookups(pool)
-        super().__init__(layout, PoolConfig(load_policy="always"), self.lookups, holder, clock=clock)
+        config = PoolConfig(load_policy="always", layered_loads="always" if layered else "never")
+        super().__init__(layout, config, self.lookups, holder, clock=clock)
         self.accepted: set[int] = set()
         self.ends: list[LoadEnd] = []
 
-    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: BlockIds, num_external: int) -> int | None:
-        job_id = super().update_state_after_alloc(request, block_ids, num_external)
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: BlockIds, num_external: int, *, layered: bool = False
+    ) -> int | None:
+        job_id = super().update_state_after_alloc(request, block_ids, num_external, layered=layered)
         self.accepted |= {job_id} if job_id is not None else set()
         return job_id
 
@@ -537,6 +566,7 @@ class World:
         store: bool = True,
         enable_prefix_caching: bool = True,
         real_side: bool = False,
+        layered: bool = False,
     ) -> None:
         self.now = 0.0
         self.pool = Pool()
@@ -545,9 +575,12 @@ class World:
         self.lives: dict[str, list[Life]] = {}
         self.ranks = SimulatedRanks(config, self.step_config, lambda rid: self[rid].request.cache_salt, self.pool)
         self.scripted = ScriptedConnector(self.kv.pool, self.pool, store=store)
+        self.scripted.layered = layered
         self.connector: ScriptedConnector | RecordedPoolSide | None = self.scripted if pool else None
         if real_side:
-            self.connector = RecordedPoolSide(self.ranks.layout, self.pool, self.kv.pool, lambda: self.now)
+            self.connector = RecordedPoolSide(
+                self.ranks.layout, self.pool, self.kv.pool, lambda: self.now, layered=layered
+            )
         self.scheduler = Scheduler(
             self.step_config,
             self.kv,

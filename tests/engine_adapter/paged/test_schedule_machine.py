@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstrata.engine_adapter.connector.base import Job
 from kvstrata.engine_adapter.paged.config import StepConfig
 from kvstrata.proto.errors import Busy, InvalidArgument
 from tests.engine_adapter.paged.simulated import BLOCK, FULL, SLIDING, Life, World, expected, kv_config
@@ -44,15 +45,21 @@ class ScheduleMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         stored=st.integers(0, len(TEXTS)),
         store=st.booleans(),
+        layered=st.booleans(),
     )
-    def start(self, blocks: int, budget: int, seats: int, caching: bool, stored: int, store: bool) -> None:
+    def start(
+        self, blocks: int, budget: int, seats: int, caching: bool, stored: int, store: bool, layered: bool
+    ) -> None:
         self.world = World(
             kv_config(self.num_blocks[blocks], *self.specs, max_model_len=MAX_MODEL_LEN, budget=budget),
             step=StepConfig(max_num_batched_tokens=budget, max_num_seqs=seats, max_waiting=5),
             enable_prefix_caching=caching,
             store=store,
             real_side=self.real_side,
+            layered=layered,
         )
+        self.layered_ends: list[str] = []
+        self.world.ranks.end_layered = self._end_layered
         self.live: list[Life] = []
         self.ended: list[str] = []
         self.late: dict[str, int] = {}  # steps until its lookup is answered
@@ -95,6 +102,17 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule()
     def end_jobs(self) -> None:
         self.world.end_jobs()
+
+    @rule(ends=st.lists(st.sampled_from(["whole", "none", "head", "late"]), max_size=4))
+    def layered_loads_end(self, ends: list[str]) -> None:
+        """How the next ones end beside their steps."""
+        self.layered_ends = ends
+
+    def _end_layered(self, job: Job) -> list[bool] | None:
+        count = self.world.ranks.num_rows(job.job_id)
+        how = self.layered_ends.pop() if self.layered_ends else "whole"
+        good = {"whole": count, "none": 0, "head": count // 2}.get(how)
+        return None if good is None else [row < good for row in range(count)]
 
     @rule(request_id=st.sampled_from(IDS), steps=st.integers(1, 8))
     def lookup_is_late(self, request_id: str, steps: int) -> None:

@@ -1,0 +1,139 @@
+"""Loads that run beside the forward pass that needs them change no token: whole, failed, taken back or late."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from kvstrata.engine_adapter.paged.config import EngineConfig
+from kvstrata.engine_adapter.paged.engine import Engine
+from tests.e2e.real_engine import counters_are_zero, settle
+from tests.e2e.real_pool import RealPool
+from tests.e2e.test_engine_tokens import Prompt, config, conversations, serve
+
+
+def layered(**pool: object) -> EngineConfig:
+    return config(**{"layered_loads": "always", **pool})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
+    real = RealPool(tmp_path_factory.mktemp("pool"), nodes=1, dram="64MiB")
+    yield real
+    real.end()
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Prompt]:
+    """Tokens of an engine with no cache at all."""
+    bare = config()
+    engine = Engine.create(
+        msgspec.structs.replace(bare, cache=msgspec.structs.replace(bare.cache, enable_prefix_caching=False))
+    )
+    found = serve(engine, conversations())
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def stored(pool: RealPool) -> str:
+    """A salt under which the pool has all blocks of the conversations."""
+    engine = Engine.create(config(masters=pool.address))
+    serve(engine, conversations(), "layers")
+    settle(engine)
+    engine.close()
+    return "layers"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_loads_beside_the_forward_pass_change_no_token(
+    transport: str, pool: RealPool, plain: list[Prompt], stored: str, opened: Callable[[EngineConfig], Engine]
+) -> None:
+    engine = opened(layered(masters=pool.address, transport=transport))
+    assert serve(engine, conversations(), stored) == plain
+    counters_are_zero(engine)
+    seen = engine.stats()
+    assert 0 < seen.connector["loads_layered"] == seen.connector["loads"] == seen.connector["loads_ended"]
+    assert seen.connector["loads_layered_failed"] == 0 and seen.connector["load_waited_seconds"] > 0
+    assert seen.external_prefix_cache_hits == seen.connector["load_tokens"] > 0
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("fault", ["lose", "corrupt"])
+def test_failed_loads_beside_the_forward_pass_change_no_token(
+    fault: str, rate: float, pool: RealPool, plain: list[Prompt], stored: str, opened: Callable[[EngineConfig], Engine]
+) -> None:
+    """Lost blocks were in place and are taken back; corrupt ones were wrong while they were computed with."""
+    engine = opened(layered(masters=pool.address, transport=f"auto+faults:{fault}={rate},seed=3"))
+    assert serve(engine, conversations(), stored) == plain
+    counters_are_zero(engine)
+    seen = engine.stats().connector
+    assert seen["loads_layered"] > 0
+    if rate >= 0.5:
+        assert seen["loads_layered_failed"] > 0 and seen["load_tokens"] < seen["load_tokens_asked"]
+
+
+def test_what_was_computed_from_a_failed_load_is_not_stored(
+    pool: RealPool, plain: list[Prompt], opened: Callable[[EngineConfig], Engine]
+) -> None:
+    """The reader adds to the pool under its hashes; who finds that must find the right bytes."""
+    prompts, salt = conversations(), "half"
+    writer = opened(config(masters=pool.address))
+    serve(writer, prompts[:4:2], salt)
+    settle(writer)
+    reader = opened(layered(masters=pool.address, transport="auto+faults:corrupt=0.3,seed=5"))
+    assert serve(reader, prompts, salt) == plain
+    settle(reader)
+    assert reader.stats().connector["loads_layered_failed"] > 0
+    after = opened(layered(masters=pool.address))
+    assert serve(after, prompts, salt) == plain
+    assert after.stats().external_prefix_cache_hits > 0
+
+
+def test_many_at_once_beside_others_that_decode(
+    pool: RealPool, stored: str, opened: Callable[[EngineConfig], Engine]
+) -> None:
+    from tests.e2e.test_engine_tokens import OUTPUT
+
+    prompts = conversations()
+    expected = opened(config()).generate(prompts, OUTPUT)
+    for transport in ("auto", "auto+faults:lose=0.2,seed=9"):
+        engine = opened(layered(masters=pool.address, transport=transport))
+        assert engine.generate(prompts, OUTPUT, stored) == expected
+        counters_are_zero(engine)
+        assert engine.stats().connector["loads_layered"] > 0
+
+
+def test_two_ranks_wait_each_for_its_own_layers(pool: RealPool, opened: Callable[[EngineConfig], Engine]) -> None:
+    prompts = conversations()[:4]
+
+    def ranks(bare: EngineConfig) -> Engine:
+        return opened(msgspec.structs.replace(bare, tensor_parallel=2))
+
+    expected = serve(ranks(config()), prompts)
+    first = ranks(config(masters=pool.address))
+    assert serve(first, prompts, "two ranks, layers") == expected
+    settle(first)
+    for transport in ("auto", "auto+faults:lose=0.5,seed=5"):
+        second = ranks(layered(masters=pool.address, transport=transport))
+        assert serve(second, prompts, "two ranks, layers") == expected
+        assert second.stats().connector["loads_layered"] > 0
+        counters_are_zero(second)
+
+
+def test_a_node_that_stands_still_is_waited_for_no_longer_than_a_load_may_take(
+    pool: RealPool, plain: list[Prompt], stored: str, opened: Callable[[EngineConfig], Engine]
+) -> None:
+    engine = opened(layered(masters=pool.address, load_deadline_ms=1_000))
+    prompts = conversations()
+    assert serve(engine, prompts[:1], stored) == plain[:1]
+    pool.node().signal(signal.SIGSTOP)
+    try:
+        assert serve(engine, prompts[4:5], stored) == plain[4:5]
+    finally:
+        pool.node().signal(signal.SIGCONT)
+    counters_are_zero(engine)
+    assert engine.stats().connector["loads_layered_failed"] >= 1
