@@ -9,7 +9,7 @@ import typer
 
 from kvstrata.cli.masters import DEFAULT_MASTER, Json
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
-from kvstrata.cli.sizes import addresses_flag
+from kvstrata.cli.sizes import addresses_flag, size_flag
 
 if TYPE_CHECKING:
     from kvstrata.cli.doctor.rows import Check, Row
@@ -29,13 +29,16 @@ def doctor(
     round_trip: Annotated[
         bool, typer.Option("--round-trip", help="Store and load a few small blocks on every node, too.")
     ] = False,
+    dram: Annotated[
+        int | None, size_flag(help="Memory that a node here is to register for RDMA; by default all there is.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What is not as it should be on this machine and in the cluster, and what to do. Exits 1 on a problem."""
     with expected_errors():
         from kvstrata.cli.doctor.rows import Verdict, run
 
-        rows = run(_checks(master, ssd or [], listen, round_trip))
+        rows = run(_checks(master, ssd or [], listen, round_trip, dram))
         problems = sum(row.verdict is Verdict.PROBLEM for row in rows)
         if as_json:
             print_json({"healthy": not problems, "rows": [row.as_json() for row in rows]})
@@ -44,10 +47,11 @@ def doctor(
         raise typer.Exit(Exit.FAILED if problems else Exit.OK)
 
 
-def _checks(master: str | None, ssd: list[Path], listen: str | None, round_trip: bool) -> list[Check]:
-    from kvstrata.cli.doctor import cluster, disk, machine, ports
+def _checks(master: str | None, ssd: list[Path], listen: str | None, round_trip: bool, dram: int | None) -> list[Check]:
+    from kvstrata.cli.doctor import cluster, disk, gpu, machine, ports, rails
 
-    checks = [*machine.checks(), *ports.checks(listen.split(",") if listen else [])]
+    here = [*machine.checks(), *rails.checks(dram), *gpu.checks()]
+    checks = [*here, *ports.checks(listen.split(",") if listen else [])]
     for path in ssd:
         checks.extend(disk.checks(path))
     if master is None:

@@ -1,11 +1,10 @@
-"""Checks of this machine: memory, limits, clocks, devices, versions. Each does the thing itself where it can."""
+"""Checks of this machine: memory, limits, clocks, versions. Each does the thing itself where it can."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import importlib.metadata
-import importlib.util
 import mmap
 import os
 import platform
@@ -25,10 +24,8 @@ from kvstrata.storage.slab import SEALS
 from kvstrata.transfer.identity import SOFTWARE
 
 SHM_BYTES_MIN: Final = 1 << 30
-MEMLOCK_BYTES_MIN: Final = 1 << 20
 OPEN_FILES_MIN: Final = 4096
 CHILD_S: Final = 8.0
-_INFINIBAND: Final = Path("/sys/class/infiniband")
 _HUGEPAGES: Final = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _PTRACE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHM: Final = Path("/dev/shm")
@@ -39,7 +36,6 @@ import sys
 from kvstrata.storage.serving.process_memory import readable
 print(readable(int(sys.argv[1]), int(sys.argv[2])))
 """
-_COUNTS_GPUS: Final = "import cupy; print(cupy.__version__, cupy.cuda.runtime.getDeviceCount())"
 
 
 def checks() -> list[Check]:
@@ -51,11 +47,8 @@ def checks() -> list[Check]:
         Check("memory", "available", available),
         Check("memory", "sealed memory", sealed_memory),
         Check("memory", "/dev/shm", shared_memory),
-        Check("memory", "locked memory", locked_memory),
         Check("memory", "huge pages", huge_pages),
         Check("memory", "reading other processes", other_processes, CHILD_S + 2),
-        Check("devices", "RDMA", rdma),
-        Check("devices", "GPU", gpus, CHILD_S + 2),
     ]
 
 
@@ -166,19 +159,6 @@ def shared_memory() -> Iterator[Row]:
         yield Row("memory", what, Verdict.OK, found)
 
 
-def locked_memory() -> Iterator[Row]:
-    """RDMA registers memory by locking it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = f"{'no limit' if soft == resource.RLIM_INFINITY else format_size(soft)} may be locked"
-    advice = "raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, or the container's --ulimit memlock=-1)"
-    if _devices(_INFINIBAND) and soft != resource.RLIM_INFINITY:
-        yield Row("memory", "locked memory", Verdict.PROBLEM, f"{found}: too little to register for RDMA", advice)
-    elif soft != resource.RLIM_INFINITY and soft < MEMLOCK_BYTES_MIN:
-        yield Row("memory", "locked memory", Verdict.WARNING, f"{found}: less than any transport would need", advice)
-    else:
-        yield Row("memory", "locked memory", Verdict.OK, found)
-
-
 def huge_pages() -> Iterator[Row]:
     what = "huge pages"
     total, free = _number(_HUGEPAGES / "nr_hugepages"), _number(_HUGEPAGES / "free_hugepages")
@@ -218,60 +198,12 @@ def other_processes() -> Iterator[Row]:
     else:
         advice = (
             "stores over shm take a copy more: use memory of client.allocate(), or kernel.yama.ptrace_scope=0, or "
-            "CAP_SYS_PTRACE for the node"
+            "CAP_SYS_PTRACE for the node; --rdma cma needs one of the latter two"
         )
         yield Row("memory", what, Verdict.WARNING, found, advice)
 
 
-# ---------------------------------------------------------------- devices
-
-
-def rdma() -> Iterator[Row]:
-    devices = _devices(_INFINIBAND)
-    nixl = importlib.util.find_spec("nixl") is not None
-    if not devices:
-        yield Row("devices", "RDMA", Verdict.NOT_APPLICABLE, f"no device, nixl {'there' if nixl else 'not installed'}")
-        return
-    states = {
-        name: [path.read_text().strip() for path in (_INFINIBAND / name).glob("ports/*/state")] for name in devices
-    }
-    found = ", ".join(f"{name} ({'; '.join(ports) or 'no port'})" for name, ports in states.items())
-    if not any("ACTIVE" in state for ports in states.values() for state in ports):
-        yield Row("devices", "RDMA", Verdict.WARNING, found, "no port is active: look at cables and the subnet manager")
-    elif not nixl:
-        yield Row("devices", "RDMA", Verdict.WARNING, f"{found}, nixl not installed", "pip install 'kvstrata[rdma]'")
-    else:
-        yield Row("devices", "RDMA", Verdict.OK, f"{found}, nixl there")
-
-
-def gpus() -> Iterator[Row]:
-    there = Path("/proc/driver/nvidia/gpus")
-    devices = _devices(there)
-    if importlib.util.find_spec("cupy") is None:
-        if devices:
-            found, advice = f"{len(devices)} NVIDIA GPUs, cupy not installed", "pip install 'kvstrata[gpu]'"
-            yield Row("devices", "GPU", Verdict.WARNING, found, f"{advice}, for the bundled engine on a GPU")
-        else:
-            yield Row("devices", "GPU", Verdict.NOT_APPLICABLE, "no device, cupy not installed")
-        return
-    # In a process of its own: a driver that hangs, or aborts, takes nothing with it.
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNTS_GPUS], capture_output=True, text=True, timeout=CHILD_S, check=False
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        verdict = Verdict.WARNING if devices else Verdict.NOT_APPLICABLE
-        yield Row("devices", "GPU", verdict, f"cupy finds none: {last}", "check the driver" if devices else "")
-    else:
-        version, count = done.stdout.split()
-        yield Row("devices", "GPU", Verdict.OK, f"cupy {version}, {count} devices")
-
-
 # ---------------------------------------------------------------- small things
-
-
-def _devices(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _number(path: Path) -> int:
