@@ -131,7 +131,7 @@ class Ring:
             self._turn.notify()
 
     def failed(self, problem: str) -> None:
-        """Shown in health until the next success. One log line for each problem, not for each failure."""
+        """Shown in health until a call that went well. One log line for each problem, not for each failure."""
         with self._turn:
             new, self._problem = problem != self._problem, problem
             self._failures += 1

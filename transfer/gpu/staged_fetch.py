@@ -52,6 +52,7 @@ class StagedFetch:
         self._pending: list[Landing] = []
         self._flying: deque[Flight] = deque()
         self._ranges: _Ranges | None = None
+        self._device_failed = False
 
     def run(self) -> Fetched:
         """As :meth:`Peer.fetch`. A refusal of the whole call is raised when nothing touches the caller's memory."""
@@ -63,7 +64,7 @@ class StagedFetch:
         except KVError as error:
             settle(self._status, error)
         except DeviceFailed as error:
-            self._ring.failed(str(error))
+            self._failed(error)
         finally:
             self._land_all()
             self._status[self._status == _UNKNOWN] = _REFUSED
@@ -72,6 +73,8 @@ class StagedFetch:
                 raise refusal
             log.warning("a read was refused while a copy was under way", reason=f"{type(refusal).__name__}: {refusal}")
         self._tell_rest()
+        if not self._device_failed:
+            self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _LOADED)) * self._request.blocks.block_bytes
         return Fetched(self._status, self._tier, min(self._sequences, default=0), moved, tuple(self._pending))
 
@@ -149,6 +152,10 @@ class StagedFetch:
 
     # ------------------------------------------------------------------ its end
 
+    def _failed(self, error: DeviceFailed) -> None:
+        self._device_failed = True
+        self._ring.failed(str(error))
+
     def _land_all(self) -> None:
         while self._flying:
             flight = self._flying.popleft()
@@ -157,7 +164,7 @@ class StagedFetch:
             try:
                 self._land(flight)
             except DeviceFailed as error:
-                self._ring.failed(str(error))
+                self._failed(error)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a flight: its blocks are LOADED, or PENDING when the device is not done by the deadline.
@@ -174,7 +181,6 @@ class StagedFetch:
         if ended:
             status[rows[status[rows] == _FLYING]] = _LOADED
             self._ring.give_back(flight.chunk, flight.pending)
-            self._ring.succeeded()
         else:
             landing = flight.landing(self._request.blocks.region)
             status[rows] = _PENDING

@@ -39,6 +39,7 @@ class StagedPush:
         self._durable = np.zeros(len(request.blocks), np.bool_)
         self._pending: list[Landing] = []
         self._gathered: Flight | None = None  # the chunk that is pushed next
+        self._device_failed = False
 
     def run(self) -> Pushed:
         """As :meth:`Peer.push`. A refusal of the whole call is raised when nothing reads the caller's memory."""
@@ -50,12 +51,14 @@ class StagedPush:
         except KVError as error:
             settle(self._status, error)
         except DeviceFailed as error:
-            self._ring.failed(str(error))
+            self._failed(error)
         finally:
             self._drop_gathered()
         if refusal is not None and not self._pending:
             raise refusal
         self._status[self._status == _UNKNOWN] = _REFUSED
+        if not self._device_failed:
+            self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _STORED)) * self._request.blocks.block_bytes
         return Pushed(self._status, moved, self._durable, tuple(self._pending))
 
@@ -148,8 +151,11 @@ class StagedPush:
             self._pending.append(landing)
             self._ring.give_back(flight.chunk, (landing,))
             return False
-        self._ring.succeeded()
         return True
+
+    def _failed(self, error: DeviceFailed) -> None:
+        self._device_failed = True
+        self._ring.failed(str(error))
 
     def _drop_gathered(self) -> None:
         """A chunk that is not pushed any more: its gather has ended when the call returns, or is PENDING."""
@@ -158,4 +164,4 @@ class StagedPush:
             if flight is not None and self._landed(flight):
                 self._ring.give_back(flight.chunk)
         except DeviceFailed as error:
-            self._ring.failed(str(error))
+            self._failed(error)
