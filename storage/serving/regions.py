@@ -97,6 +97,7 @@ class RegionBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._regions: dict[bytes, dict[int, ClientRegion]] = {}
+        self._ended: set[bytes] = set()  #: sessions that have ended and have transfers in flight
 
     def register(self, session: bytes, ask: RegionAsk, memfd: int) -> str:
         """Find a way to read the region and keep it: "map", "vm", or "" when there is none.
@@ -120,6 +121,7 @@ class RegionBook:
         """Raises :class:`Busy` at the bound, and when transfers from the number's earlier region do not settle."""
         self._settle(session, number, SETTLE_S)
         with self._lock:
+            self._ended.discard(session)
             regions = self._regions.setdefault(session, {})
             if len(regions) >= REGIONS_MAX and number not in regions:
                 raise Busy(f"{REGIONS_MAX} regions are registered in this session: unregister some")
@@ -163,12 +165,24 @@ class RegionBook:
         return region
 
     def session_ended(self, session: bytes) -> None:
+        """Forget its regions, but those with transfers in flight: should it come back, it is to hear of them."""
+        self.close_rails(session)
         with self._lock:
-            self._regions.pop(session, None)
+            self._ended.add(session)
+            for ended in list(self._ended):
+                left = {number: region for number, region in self._regions.pop(ended, {}).items() if _in_flight(region)}
+                if left:
+                    self._regions[ended] = left
+                else:
+                    self._ended.discard(ended)
 
     def __len__(self) -> int:
         with self._lock:
             return sum(len(regions) for regions in self._regions.values())
+
+
+def _in_flight(region: ClientRegion) -> bool:
+    return isinstance(region, RailRegion) and len(region.flights) > 0
 
 
 def _check_bounds(ask: RegionAsk) -> None:
