@@ -21,13 +21,15 @@
 {{- $sum -}}
 {{- end -}}
 
-{{/* Bytes of a node beside its pool: process, 1 KiB a block of both tiers, page tables (1/128 of DRAM), /dev/shm. */}}
+{{/* Bytes of a node beside its pool: process, 1 KiB a block of both tiers, page tables (1/128 of DRAM), /dev/shm,
+     and 512 MiB for NIXL and UCX with RDMA. */}}
 {{- define "kvstrata.nodeOverheadBytes" -}}
 {{- $dram := int64 (include "kvstrata.bytes" .Values.storage.dram) -}}
 {{- $blocks := div (add $dram (int64 (include "kvstrata.ssdBytes" .))) (int64 (include "kvstrata.bytes" .Values.storage.blockBytes)) -}}
 {{- $base := int64 (include "kvstrata.bytes" .Values.storage.memoryBase) -}}
 {{- $shm := int64 (include "kvstrata.bytes" .Values.storage.shm) -}}
-{{- add $base $shm (mul $blocks 1024) (div $dram 128) -}}
+{{- $rdma := .Values.storage.rdma.enabled | ternary 536870912 0 -}}
+{{- add $base $shm $rdma (mul $blocks 1024) (div $dram 128) -}}
 {{- end -}}
 
 {{/* The memory limit of a node. Huge pages are a resource of their own, and not part of it. */}}
