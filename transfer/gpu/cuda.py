@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+import numpy as np
+
 from kvstrata.proto.errors import InvalidArgument, KVError, Unavailable
 from kvstrata.transfer.gpu.cuda_driver import address_range
 from kvstrata.transfer.gpu.cuda_memory import CudaPinned, TableSlots
@@ -52,12 +54,17 @@ class CudaEvent:
 
 
 class _Lane:
-    """One of our streams, and the kernel that runs there."""
+    """One of our streams, and the kernel that runs there.
+
+    The kernel is launched once for nothing: drivers load it with its first launch, and may wait for the device then.
+    """
 
     def __init__(self, cupy: Any, kernel: Any) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.kernel = kernel
-        self.slots = TableSlots(cupy)
+        with self.stream:
+            self.slots = TableSlots(cupy)
+            kernel((1,), (THREADS,), (np.uint64(0), np.int64(0), np.int64(0), np.uint64(0)))
 
 
 class CudaRuntime:

@@ -19,7 +19,10 @@ log = get_logger(__name__)
 
 #: Launches of one direction that may be under way.
 SLOTS_MAX: Final = 64
-SLOT_BYTES_MIN: Final = 64 << 10
+#: Made at the start: to allocate memory may wait for whatever the device is doing.
+SLOTS_AT_START: Final = 2
+#: A table of 8192 pieces.
+SLOT_BYTES_MIN: Final = 256 << 10
 
 _PORTABLE_AND_MAPPED: Final = 1 | 2
 
@@ -110,7 +113,7 @@ class TableSlots:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._slots: list[TableSlot] = []
+        self._slots = [TableSlot(cupy, SLOT_BYTES_MIN) for _ in range(SLOTS_AT_START)]
 
     def take(self, nbytes: int) -> TableSlot:
         """An idle slot of that size at least, for one launch: taken until ``busy_until`` says until when.

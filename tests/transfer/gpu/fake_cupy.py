@@ -187,6 +187,8 @@ class _Module:
             if self._device.launch_error is not None:
                 raise self._device.launch_error
             table, pieces, chunks, packed = map(int, arguments)
+            if not chunks:
+                return
             self._device.launches.append((kind, grid[0]))
             self._device.queue(
                 self._current().ptr, lambda: self._run(kind, table, pieces, chunks, packed, grid[0], block[0])
