@@ -223,5 +223,5 @@ def test_what_is_missing_is_said(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
         CudaRuntime(CUDA)
     with pytest.raises(Unavailable, match=r"driver's library|no allocation|cannot find"):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(cupy, "RawModule", lambda **_: SimpleNamespace(get_function=lambda _: None))
+        monkeypatch.setattr(cupy, "RawModule", lambda **_: SimpleNamespace(get_function=lambda _: lambda *_: None))
         CudaRuntime(CUDA).allocation(4096)
