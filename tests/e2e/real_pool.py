@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,15 @@ class Daemon:
 
 
 class RealPool:
-    """A master and ``nodes`` storage nodes. Daemons can be killed, stopped and started again by name."""
+    """A master and ``nodes`` storage nodes. Daemons can be killed, stopped and started again by name.
 
-    def __init__(self, base: Path, nodes: int = 1, dram: str = "64MiB", listen: str = ANY) -> None:
-        self._base, self._dram = base, dram
+    ``options``: more of every node's command line.
+    """
+
+    def __init__(
+        self, base: Path, nodes: int = 1, dram: str = "64MiB", listen: str = ANY, options: Sequence[str] = ()
+    ) -> None:
+        self._base, self._dram, self._options = base, dram, options
         self.daemons: dict[str, Daemon] = {}
         try:
             self.start_master(listen)
@@ -95,7 +100,7 @@ class RealPool:
         name = f"node{index}"
         self.daemons[name] = Daemon(
             "storage", "--master", self.address, "--listen", ANY, "--http", ANY,
-            "--data", str(self._base / name), "--dram", self._dram,
+            "--data", str(self._base / name), "--dram", self._dram, *self._options,
             log=self._base / f"{name}.log",
         )  # fmt: skip
 

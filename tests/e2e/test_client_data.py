@@ -11,19 +11,25 @@ import pytest
 from kvstrata.client import BlockStatus, Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import FingerprintMismatch, Refused
+from kvstrata.transfer.rdma.found import cma_problem, nixl_problem
 from tests.e2e.real_pool import RealPool, keys, payload, until
 
 SIZE = 64 << 10
+NO_RAILS = nixl_problem() or cma_problem()
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
-    pool = RealPool(tmp_path_factory.mktemp("pool"), nodes=2)
+    rails = () if NO_RAILS else ("--rdma", "cma")
+    pool = RealPool(tmp_path_factory.mktemp("pool"), nodes=2, options=rails)
     yield pool
     pool.end()
 
 
-@pytest.fixture(params=["shm", "tcp", "auto"])
+CMA = pytest.param("rdma-cma", marks=pytest.mark.skipif(bool(NO_RAILS), reason=NO_RAILS))
+
+
+@pytest.fixture(params=["shm", "tcp", "auto", CMA])
 def client(pool: RealPool, request: pytest.FixtureRequest) -> Iterator[Client]:
     with Client(pool.address, transport=request.param, verify="always") as client:
         yield client
@@ -56,7 +62,7 @@ def test_bytes_come_back(client: Client, request: pytest.FixtureRequest, memory:
     loaded = client.load(ns, "t", hashes, client.register(into).rows(ns))
     assert loaded.loaded.all() and (into == data).all() and loaded.bytes_moved == data.nbytes
     transports = {node["transport"] for node in client.health()["nodes"]}  # type: ignore[attr-defined]
-    assert transports and transports <= {"shm", "tcp"}
+    assert transports and transports <= {"shm", "tcp", "rdma"}
 
 
 def test_paged_memory(client: Client, request: pytest.FixtureRequest) -> None:
@@ -143,7 +149,7 @@ def test_views_are_the_bytes_themselves(client: Client, pool: RealPool, request:
     client.store(ns, "", hashes[:64], client.register(data[:4].copy()).rows(ns))
     see(client, ns, "", hashes, 4)
     transport = client.health()["nodes"][0]["transport"]  # type: ignore[index]
-    if transport == "tcp":
+    if transport != "shm":
         with pytest.raises(Refused, match="shm"), client.view(ns, "", hashes):
             pass
         return
