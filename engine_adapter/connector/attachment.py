@@ -13,6 +13,8 @@ from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.proto.errors import InvalidArgument, KVError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.gpu.runtime import Event
+from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.regions import BlockView, Region
 
 log = get_logger(__name__)
@@ -53,11 +55,15 @@ class Attachment:
             log.warning("pool absent: serving without it", reason=f"{type(error).__name__}: {error}", rank=rank)
             self.memory = engine_memory.bytes if engine_memory else np.zeros(layout.memory_bytes, np.uint8)
         else:
-            if engine_memory is not None:
-                self._region = client.register(engine_memory.bytes)
-            else:
-                self._region = client.allocate(layout.memory_bytes)  # a node on this host maps it
-            self.memory = self._region.bytes
+            try:
+                if engine_memory is None:
+                    self._region = client.allocate(layout.memory_bytes)  # a node on this host maps it
+                else:
+                    self._region = client.register(engine_memory.registered)
+            except BaseException:
+                client.close()
+                raise
+            self.memory = self._region.bytes if self._region.memory.on_host else np.zeros(0, np.uint8)
             self.client = client
 
     def complete(self) -> PoolClient:
@@ -68,7 +74,12 @@ class Attachment:
         """
         if self.client is None:
             client = self._connect()
-            self._region = client.register(self.memory)
+            own = self._engine_memory
+            try:
+                self._region = client.register(self.memory if own is None else own.registered)
+            except BaseException:
+                client.close()
+                raise
             self.client = client
         # What is opened while another thread renews is of the older weights, and must not be found by the new ones.
         namespaces = self._opened[1]
@@ -115,7 +126,15 @@ class Attachment:
     def rows(self, chunk: Chunk) -> BlockView:
         """The engine's blocks that a chunk names; its group's namespace is open."""
         ids = np.array(chunk.blocks.block_ids[chunk.start : chunk.stop], np.int64)
-        return self._views[chunk.blocks.group][ids]
+        return self._views[chunk.blocks.group][ids].coming_after(chunk.after)
+
+    def mark(self) -> Event | None:
+        """What the engine's stream has queued by now, in the calling thread; None for memory of the host.
+
+        Raises :class:`KVError` when the device fails.
+        """
+        own = self._engine_memory
+        return runtime_of(own.device[0].memory).mark() if own is not None and own.device else None
 
     def layer_ends(self, group: int) -> tuple[int, ...]:
         """Where each layer's pages end in a block of the group; one end for all where that is not known."""

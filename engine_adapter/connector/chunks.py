@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from kvstrata.engine_adapter.connector.base import GroupBlocks, Job, JobKind
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.transfer.gpu.runtime import Event
 
 #: Bytes of one call: enough that its round trip does not show beside the copy, little enough that a deadline
 #: or a lost node costs a part of a job.
@@ -16,7 +17,8 @@ CHUNK_BYTES: Final = 32 << 20
 class Chunk(NamedTuple):
     """Rows ``start`` to ``stop`` of one entry (the ``column``-th) of a job's groups.
 
-    ``offset``: the first row's place among all blocks of the job, group after group.
+    ``offset``: the first row's place among all blocks of the job, group after group. ``after``: the mark that device
+    memory comes after.
     """
 
     blocks: GroupBlocks
@@ -24,6 +26,7 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     offset: int
+    after: Event | None = None
 
     def hashes(self, width: int) -> bytes:
         return self.blocks.hashes[self.start * width : self.stop * width]
@@ -33,7 +36,9 @@ class Chunk(NamedTuple):
         return self.blocks.hashes[(self.start - 1) * width : self.start * width] if self.start else self.blocks.parent
 
 
-def chunks_of(groups: Sequence[GroupBlocks], layout: PoolLayout, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+def chunks_of(
+    groups: Sequence[GroupBlocks], layout: PoolLayout, chunk_bytes: int = CHUNK_BYTES, after: Event | None = None
+) -> list[Chunk]:
     """In the order of the tokens they end at, so that what is left out at any time is the tail of all groups."""
     found: list[tuple[int, Chunk]] = []
     offset = 0
@@ -43,7 +48,8 @@ def chunks_of(groups: Sequence[GroupBlocks], layout: PoolLayout, chunk_bytes: in
         rows = max(1, chunk_bytes // layout.block_bytes(blocks.group))
         for start in range(0, count, rows):
             stop = min(start + rows, count)
-            found.append(((blocks.first_index + stop) * tokens, Chunk(blocks, column, start, stop, offset + start)))
+            chunk = Chunk(blocks, column, start, stop, offset + start, after)
+            found.append(((blocks.first_index + stop) * tokens, chunk))
         offset += count
     return [chunk for _, chunk in sorted(found, key=lambda pair: pair[0])]
 

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.transfer.gpu.memory import Buffer
+
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache group. ``window_tokens`` 0: a hit needs every block of the prefix; otherwise only those that
@@ -86,9 +88,10 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMemory:
     """KV memory that the engine allocated itself, instead of the one buffer above.
 
-    ``bytes``: flat u8 view that spans all of it; only what the tables name is ever touched. ``tables``: one a group,
-    (byte offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group that is
-    not pooled. ``owner`` keeps the memory alive. ``layer_ends``: for each group where each layer's pages end in a
+    ``bytes``: flat u8 view that spans all of it; only what the tables name is ever touched. On a device it is empty,
+    and ``device`` has the allocations, of one device; offsets count from the first. ``tables``: one a group, (byte
+    offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group not pooled.
+    ``owner`` keeps the memory alive. ``layer_ends``: for each group where each layer's pages end in a
     block; () where that is not known.
     """
 
@@ -96,3 +99,9 @@ class EngineMemory:
     tables: tuple[npt.NDArray[np.int64], ...]
     owner: object = None
     layer_ends: tuple[tuple[int, ...], ...] = ()
+    device: tuple[Buffer, ...] = ()
+
+    @property
+    def registered(self) -> npt.NDArray[np.uint8] | tuple[Buffer, ...]:
+        """What a client registers."""
+        return self.device or self.bytes
