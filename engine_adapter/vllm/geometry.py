@@ -1,16 +1,24 @@
-"""Where the bytes of each block lie in the KV tensors that vLLM allocated. Addresses and strides only."""
+"""Where the bytes of each block lie in the KV tensors that vLLM allocated. Addresses and strides only.
+
+A pool block is its layers' pages one after the other. A page is its elements in the order of their addresses, block by
+block, wherever the tensor has its dimension of blocks: so K and V apart, or side by side in each block, give the same
+bytes, and so do layers in tensors of their own or in one that has all layers of a block together. Pages whose tokens
+come before their heads (NHD) and others (HND) differ.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.engine_adapter.connector.layout import EngineMemory
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.transfer.gpu.memory import Buffer, device_memory
+from kvstrata.transfer.memory import HOST
 
 Pieces = npt.NDArray[np.int64]
 
@@ -31,6 +39,13 @@ class Tensor(Protocol):
     def stride(self) -> Sequence[int]: ...
     def element_size(self) -> int: ...
     def untyped_storage(self) -> Storage: ...
+
+
+class _Held(NamedTuple):
+    """A storage, and the device memory that it is; None on the host."""
+
+    storage: Storage
+    device: Buffer | None
 
 
 def block_pieces(tensor: Tensor, num_blocks: int) -> Pieces:
@@ -67,7 +82,19 @@ def group_pieces(tensors: Sequence[Tensor], num_blocks: int) -> Pieces:
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tables.append(block_pieces(tensor, num_blocks))
-    return np.concatenate(tables, axis=1)
+    return joined(np.concatenate(tables, axis=1))
+
+
+def joined(table: Pieces) -> Pieces:
+    """The same bytes in fewer pieces: neighbours that touch in every block are one."""
+    if not table.size:
+        return table
+    apart = (table[:, 1:, 0] != table[:, :-1, 0] + table[:, :-1, 1]).any(axis=0)
+    starts = np.flatnonzero(np.concatenate(([True], apart)))
+    fewer = np.empty((len(table), len(starts), 2), np.int64)
+    fewer[:, :, 0] = table[:, starts, 0]
+    fewer[:, :, 1] = np.add.reduceat(table[:, :, 1], starts, axis=1)
+    return fewer
 
 
 def engine_memory(
@@ -76,17 +103,20 @@ def engine_memory(
     """vLLM's KV tensors as memory of the connector. ``groups``: names of the layers of each KV cache group.
 
     One view spans all tensors, also where they are allocations of their own and something else lies between them:
-    only what the tables name is touched. Raises :class:`InvalidArgument` for a layer without a tensor.
+    only what the tables name is touched. Raises :class:`InvalidArgument` for a layer without a tensor, and for tensors
+    that are not all on the host or on one device.
     """
     missing = [name for names, kept in zip(groups, poolable, strict=True) if kept for name in names]
     missing = [name for name in missing if name not in kv_caches]
     if missing:
         raise InvalidArgument(f"vLLM registered no KV tensor for {', '.join(missing[:4])}")
     tensors = [kv_caches[name] for names, kept in zip(groups, poolable, strict=True) if kept for name in names]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    first = min(storage.data_ptr() for storage in storages)
-    last = max(storage.data_ptr() + storage.nbytes() for storage in storages)
-    span = np.ctypeslib.as_array((ctypes.c_uint8 * (last - first)).from_address(first))
+    held = [_Held(storage, device_memory(storage)) for storage in (tensor.untyped_storage() for tensor in tensors)]
+    memories = {HOST if one.device is None else one.device.memory for one in held}
+    if len(memories) != 1:
+        names = sorted(memory.spelled() or "the host" for memory in memories)
+        raise InvalidArgument(f"KV memory on {', '.join(names)}: expected all of it in one place")
+    first = min(one.storage.data_ptr() for one in held)
     tables = []
     for names, kept in zip(groups, poolable, strict=True):
         if not kept or not names:
@@ -95,4 +125,12 @@ def engine_memory(
         table = group_pieces([kv_caches[name] for name in names], num_blocks)
         table[:, :, 0] -= first
         tables.append(table)
-    return EngineMemory(span, tuple(tables), owner=tensors)
+    device = {one.device.address: one.device for one in held if one.device is not None}
+    span = np.zeros(0, np.uint8) if device else _span(first, held)
+    return EngineMemory(span, tuple(tables), owner=tensors, device=tuple(device.values()))
+
+
+def _span(first: int, held: Sequence[_Held]) -> npt.NDArray[np.uint8]:
+    """The host's memory from ``first`` to the end of the last storage."""
+    last = max(one.storage.data_ptr() + one.storage.nbytes() for one in held)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * (last - first)).from_address(first))

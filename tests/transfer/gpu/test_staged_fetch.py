@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.proto.errors import FingerprintMismatch, Unavailable
@@ -42,6 +42,7 @@ def statuses(fetched: Fetched) -> list[str]:
     return [BlockStatus(code).name for code in fetched.status.tolist()]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_layout_gets_the_bytes_and_nothing_else_is_touched(data: st.DataObject) -> None:
     """Pieces of many sizes, shuffled, with gaps; blocks that are missing between others; chunks of few blocks."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.proto.errors import FingerprintMismatch
@@ -40,6 +40,7 @@ def statuses(pushed: Pushed) -> list[str]:
     return [BlockStatus(code).name for code in pushed.status.tolist()]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_layout_is_packed_in_the_order_of_its_pieces(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 9), "blocks")

@@ -217,7 +217,7 @@ def test_memory_that_is_touched_still_outlives_the_close(ring: Ring) -> None:
     gate.open.set()
 
 
-@settings(max_examples=60, stateful_step_count=30)
+@settings(max_examples=60, stateful_step_count=30, deadline=None)
 class RingMachine(RuleBasedStateMachine):
     """Whatever is taken, given back, held, settled and lost: no chunk is with two callers, and bounds hold."""
 
