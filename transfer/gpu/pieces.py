@@ -23,7 +23,7 @@ def checked_pieces(address: Int64s, length: Int64s, packed: Bytes) -> tuple[Int6
     if total != packed.nbytes:
         raise InvalidArgument(f"the pieces add up to {total} bytes: the packed memory has {packed.nbytes}")
     some = length > 0
-    return address[some].astype(np.int64), length[some].astype(np.int64)
+    return address[some].astype(np.int64, copy=False), length[some].astype(np.int64, copy=False)
 
 
 class PinnedTable:

@@ -109,9 +109,13 @@ def test_tables_stay_while_they_are_read(runtime: CudaRuntime, cupy: FakeCupy, m
     stream, end = cupy.cuda.Stream(non_blocking=True), threading.Event()
     cupy.device.queue(stream.ptr, end.is_set)
     with stream:
-        events = [runtime.gather(*one(array), pinned.bytes[8 * n :][:8]) for n, array in enumerate(arrays[:3])]
-        with pytest.raises(Busy, match="3 copies"):
-            gather(runtime, arrays[3], pinned)
+        marks = [runtime.mark()]
+    marks += [runtime.mark(), runtime.mark()]
+    assert [mark.done() for mark in marks] == [False, True, True], "the others wait for the first all the same"
+    parts = zip(arrays[:3], pinned.bytes.reshape(4, 8), marks, strict=False)
+    events = [runtime.gather(*one(array), part, mark) for array, part, mark in parts]
+    with pytest.raises(Busy, match="3 copies"):
+        gather(runtime, arrays[3], pinned)
     end.set()
     assert all(event.wait(1) for event in events)
     assert pinned.bytes.reshape(4, 8)[:, 0].tolist() == [0, 1, 2, 0]
