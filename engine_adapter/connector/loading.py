@@ -17,6 +17,7 @@ from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
 from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.base import Landing
 
 Codes = npt.NDArray[np.uint8]
 
@@ -40,8 +41,10 @@ class TransferPool(Protocol):
     def state(self) -> PoolState: ...
     @property
     def generation(self) -> int: ...
-    def load(self, salt: str, chunk: Chunk, generation: int, layers: LayeredLoad | None = None) -> Codes: ...
-    def store(self, salt: str, chunk: Chunk, generation: int) -> Codes: ...
+    def load(
+        self, salt: str, chunk: Chunk, generation: int, pending: list[Landing], layers: LayeredLoad | None = None
+    ) -> Codes: ...
+    def store(self, salt: str, chunk: Chunk, generation: int, pending: list[Landing]) -> Codes: ...
 
 
 class Gate:
@@ -102,7 +105,7 @@ class Loader:
         for chunk in chunks_of(job.groups, self._pool.layout, size):
             if stop := self._gate.stop(opened, opened.start_by):
                 return stop
-            status = self._pool.load(job.cache_salt, chunk, opened.generation, opened.layers)
+            status = self._pool.load(job.cache_salt, chunk, opened.generation, opened.pending, opened.layers)
             opened.status[chunk.offset : chunk.offset + len(status)] = status
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

@@ -12,13 +12,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client.results import reasons_of
+from kvstrata.client.results import all_settled, reasons_of
 from kvstrata.engine_adapter.connector.base import Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.chunks import blocks_in
 from kvstrata.engine_adapter.connector.layered import LayeredLoad
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import HELD, BlockStatus
+from kvstrata.transfer.base import Landing
 
 log = get_logger(__name__)
 
@@ -32,7 +34,8 @@ class OpenJob:
     """An accepted job. ``status`` u8[blocks], group after group, UNKNOWN where nothing was tried yet.
 
     ``start_by``: monotonic seconds after which no more calls are made for it. ``generation``: of the weights that it
-    is of. ``layers``: of a layered load, what the forward pass waits for.
+    is of. ``layers``: of a layered load, what the forward pass waits for. ``pending``: what its calls gave up and may
+    still touch its memory.
     """
 
     job: Job
@@ -40,6 +43,7 @@ class OpenJob:
     start_by: float
     generation: int = 0
     layers: LayeredLoad | None = None
+    pending: list[Landing] = field(default_factory=list)
     status: npt.NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,7 @@ class Outbox:
         self._outcomes: list[JobOutcome] = []
         self._stats: defaultdict[str, float] = defaultdict(float)
         self._wake: Callable[[], None] = _nobody
+        self.parking = Parking(self._report, layout.num_blocks * len(layout.groups))
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -79,8 +84,22 @@ class Outbox:
         now = self._clock()
         opened.start_by, opened.started = now + (opened.start_by - opened.started), now
 
-    def end(self, opened: OpenJob, untried: str) -> None:
-        """The job is terminal: nothing touches its memory any more. ``untried``: why blocks were left out."""
+    def end(self, opened: OpenJob, untried: str, *, anyway: bool = False) -> None:
+        """No more calls are made for the job. ``untried``: why blocks were left out.
+
+        It is terminal once nothing touches its memory any more: now, or when what is pending of it has settled; or now
+        ``anyway``, because nobody will ask.
+        """
+        if anyway:
+            self.parking.drop(opened)
+        elif not all_settled(opened.pending):
+            if opened.layers is not None:
+                opened.layers.end(loaded=False)
+            self.parking.park(opened, untried)
+            return
+        self._report(opened, untried)
+
+    def _report(self, opened: OpenJob, untried: str) -> None:
         outcome = self._outcome(opened, untried)
         with self._lock:
             if self._open.pop(opened.job.job_id, None) is None:
@@ -111,7 +130,11 @@ class Outbox:
         """Sums since the start. ``load_*`` and ``store_*``: ``jobs``, ``blocks``, ``blocks_<reason>``, ``bytes``,
         ``seconds`` (from start to outcome, added up over jobs); what is open; what was refused."""
         with self._lock:
-            return {"jobs_open": float(len(self._open)), **self._stats}
+            return {
+                "jobs_open": float(len(self._open)),
+                "jobs_parked": float(len(self.parking)),
+                **self._stats,
+            }
 
     def check(self) -> None:
         """Assert every structural invariant."""

@@ -32,6 +32,7 @@ from kvstrata.proto.errors import (
 )
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.base import Landing
 from kvstrata.transfer.loops import Loop
 
 log = get_logger(__name__)
@@ -98,19 +99,24 @@ class Pool:
         """The pool has refused a store because these weights, or this layout, are not what it has under the name."""
         return self._superseded
 
-    def load(self, salt: str, chunk: Chunk, generation: int, layers: LayeredLoad | None = None) -> Codes:
+    def load(
+        self, salt: str, chunk: Chunk, generation: int, pending: list[Landing], layers: LayeredLoad | None = None
+    ) -> Codes:
         """Statuses u8[rows] (:class:`BlockStatus`) of the chunk's rows; where LOADED, the bytes are in place.
 
-        ABORTED where ``generation`` is not that of now: the job is of older weights. ``layers`` hears of layers."""
-        return self._transfer("load", salt, chunk, generation, partial(self._load, layers))
+        ABORTED where ``generation`` is not that of now: the job is of older weights. ``layers`` hears of layers.
+        ``pending`` gets what may still write to rows that are PENDING, or whose status hides that they are.
+        """
+        return self._transfer("load", salt, chunk, generation, partial(self._load, pending, layers))
 
     def layer_ends(self, group: int) -> tuple[int, ...]:
         """Where each layer's pages end in a block of the group, in bytes."""
         return self._attachment.layer_ends(group)
 
-    def store(self, salt: str, chunk: Chunk, generation: int) -> Codes:
-        """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED as for :meth:`load`."""
-        return self._transfer("store", salt, chunk, generation, self._store)
+    def store(self, salt: str, chunk: Chunk, generation: int, pending: list[Landing]) -> Codes:
+        """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED, and ``pending``, as for
+        :meth:`load`."""
+        return self._transfer("store", salt, chunk, generation, partial(self._store, pending))
 
     def renew(self) -> None:
         """The engine's weights are new: the pool is absent until its namespaces have been opened anew, which begins
@@ -176,18 +182,31 @@ class Pool:
         return status
 
     def _load(
-        self, layers: LayeredLoad | None, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk
+        self,
+        pending: list[Landing],
+        layers: LayeredLoad | None,
+        client: PoolClient,
+        namespace: PoolNamespace,
+        salt: str,
+        chunk: Chunk,
     ) -> Codes:
         hashes, rows = chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk)
         if layers is None:
-            return client.load(namespace, salt, hashes, rows).status
-        return client.load(namespace, salt, hashes, rows, parts=layers.ranges.ends, landed=layers.landed).status
+            result = client.load(namespace, salt, hashes, rows)
+        else:
+            result = client.load(namespace, salt, hashes, rows, parts=layers.ranges.ends, landed=layers.landed)
+        pending.extend(result.pending)
+        return result.status
 
-    def _store(self, client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk) -> Codes:
+    def _store(
+        self, pending: list[Landing], client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk
+    ) -> Codes:
         width = namespace.hash_bytes
         first = chunk.blocks.first_index + chunk.start
         rows = self._attachment.rows(chunk)
-        return client.store(namespace, salt, chunk.hashes(width), rows, chunk.parent(width) or None, first).status
+        result = client.store(namespace, salt, chunk.hashes(width), rows, chunk.parent(width) or None, first)
+        pending.extend(result.pending)
+        return result.status
 
     # ------------------------------------------------------------------ readiness
 
@@ -287,7 +306,7 @@ class Pool:
 
 def verdict_of(status: Codes) -> Verdict:
     """How a call with these block statuses ended as a whole."""
-    late = status == BlockStatus.LATE
+    late = (status == BlockStatus.LATE) | (status == BlockStatus.PENDING)
     if not len(status) or not (late | (status == BlockStatus.NODE_LOST)).all():
         return Verdict.ANSWERED
     return Verdict.LATE if late.any() else Verdict.LOST

@@ -12,6 +12,7 @@ from kvstrata.engine_adapter.connector.loading import ABSENT, ERROR, LATE, Codes
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
+from kvstrata.transfer.base import Landing
 
 
 class Storer:
@@ -46,7 +47,10 @@ class Storer:
         for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes):
             if stop := self._gate.stop(jobs[0], start_by):
                 return stop
-            status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation)
+            pending: list[Landing] = []
+            status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation, pending)
+            for opened in jobs if pending else ():
+                opened.pending.extend(pending)
             _share(jobs, chunk.column, chunk.start, status)
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

@@ -28,6 +28,7 @@ from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
+from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.engine_adapter.connector.pool_client import PoolClient, open_client, transfer_s
 from kvstrata.engine_adapter.connector.presence import answer_lookup
@@ -155,7 +156,8 @@ class PoolWorkerSide:
             workers.stop(max(0.0, until - time.monotonic()))
         for opened in self._outbox.still_open():
             log.error("a transfer is overdue at close; its memory may still be written", job=opened.job.job_id)
-            self._outbox.end(opened, CLOSED)
+            self._outbox.end(opened, CLOSED, anyway=True)
+        self._outbox.parking.close()
         self._pool.close()
 
     # ------------------------------------------------------------------ what it says of itself
@@ -176,10 +178,15 @@ class PoolWorkerSide:
             "thread_age_seconds": {name: age for part in parts for name, age in part.ages_s().items()},
             "thread_failures": sum(part.failures() for part in parts),
             "jobs_open": len(self._outbox.still_open()),
+            "jobs_parked": len(self._outbox.parking),
         }
 
-    def _parts(self) -> list[Workers | LookupServer]:
-        parts: list[Workers | LookupServer] = [self._load_workers, self._store_workers]
+    def _parts(self) -> list[Workers | LookupServer | Parking]:
+        parts: list[Workers | LookupServer | Parking] = [
+            self._load_workers,
+            self._store_workers,
+            self._outbox.parking,
+        ]
         return parts if self._lookups is None else [*parts, self._lookups]
 
     def _find_problems(self) -> list[str]:
@@ -219,6 +226,8 @@ class PoolWorkerSide:
             self._outbox.end(opened, CLOSED)
         elif self._pool.state is PoolState.ABSENT:
             self._outbox.end(opened, ABSENT)
+        elif self._outbox.parking.full():
+            self._outbox.end(opened, SHED)
         else:
             return opened
         return None

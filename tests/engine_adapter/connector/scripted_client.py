@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide
 from kvstrata.proto.errors import FingerprintMismatch, KVError
 from kvstrata.proto.keys import split_hashes
 from kvstrata.proto.status import BlockStatus
+from kvstrata.transfer.base import Landing
 from kvstrata.transfer.regions import BlockView, Region
 
 WIDTH = 16
@@ -76,6 +77,9 @@ class ScriptedClient:
     not_yet: bool = False
     loading: Gate = field(default_factory=Gate)
     storing: Gate = field(default_factory=Gate)
+    landing: Gate = field(default_factory=Gate)
+    pending: tuple[Landing, ...] = ()  #: what answers of PENDING wait for
+    takes_back: bool = False  #: blocks that do not come are in place at first
     loads: list[bytes] = field(default_factory=list)
     stores: list[StoreCall] = field(default_factory=list)
     lookups: int = 0
@@ -123,9 +127,26 @@ class ScriptedClient:
         never: Future[Begun] = Future()
         return Prefetch(never, 0.0, lambda _: None)
 
-    def load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult:
+    def load(
+        self,
+        namespace: PoolNamespace,
+        cache_salt: str,
+        hashes: bytes,
+        blocks: BlockView,
+        *,
+        parts: Sequence[int] = (),
+        landed: Callable[[int, npt.NDArray[np.bool_]], None] | None = None,
+    ) -> LoadResult:
         self.loads.append(hashes)
         self.loading.through()
+        result = self._load(namespace, cache_salt, hashes, blocks)
+        for part in range(len(parts)):
+            self.landing.through()
+            assert landed is not None
+            landed(part, result.loaded | self.takes_back)
+        return result
+
+    def _load(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView) -> LoadResult:
         if self.fails is not None:
             raise self.fails
         status = []
@@ -136,7 +157,7 @@ class ScriptedClient:
             if code is BlockStatus.LOADED and data is not None:
                 _put(blocks, row, data)
             status.append(code)
-        return LoadResult.of(np.array(status, np.uint8), np.zeros(len(status), np.uint8), 0.0, 0)
+        return LoadResult.of(np.array(status, np.uint8), np.zeros(len(status), np.uint8), 0.0, 0, self.pending)
 
     def store(
         self,
@@ -159,7 +180,7 @@ class ScriptedClient:
             if code is BlockStatus.STORED:
                 self.blocks[(namespace.group, namespace.shard, cache_salt, name)] = _get(blocks, row)
             status.append(code)
-        return StoreResult.of(np.array(status, np.uint8), 0.0, 0)
+        return StoreResult.of(np.array(status, np.uint8), 0.0, 0, pending=self.pending)
 
     def _answer(self, name: bytes, truth: BlockStatus) -> BlockStatus:
         if not self.reached:
@@ -301,6 +322,7 @@ class Engine:
 
     def close(self) -> None:
         self.client.loading.open()
+        self.client.landing.open()
         self.client.storing.open()
         self.side.close()
         self.take()
