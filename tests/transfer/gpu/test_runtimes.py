@@ -4,6 +4,7 @@ and, where there is one, on a GPU."""
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.gpu.cuda import CudaRuntime
 from kvstrata.transfer.gpu.host import HostRuntime
+from kvstrata.transfer.gpu.pieces import PinnedTable
 from kvstrata.transfer.gpu.runtime import Runtime
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.memory import HOST, Memory
@@ -176,3 +178,28 @@ def test_there_is_one_runtime_a_memory() -> None:
     assert runtime_of(HOST) is runtime_of(HOST)
     with pytest.raises(InvalidArgument):
         runtime_of(HOST).allocation(1)
+
+
+def test_a_forked_child_has_its_own_runtime() -> None:
+    """The parent's threads, and a device's context, do not come along."""
+    parent = runtime_of(HOST)
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            memory, pinned = np.full(8, 3, np.uint8), runtime_of(HOST).pinned(8)
+            event = runtime_of(HOST).gather(np.array([memory.ctypes.data]), np.array([8]), pinned.bytes)
+            status = int(not (event.wait(WAIT_S) and pinned.bytes.all() and runtime_of(HOST) is not parent))
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_packed_memory_is_pinned_to_its_end() -> None:
+    flat, table = np.zeros(16, np.uint8), PinnedTable()
+    table.add(flat[4:12])
+    table.check(flat[4:12], written=True)
+    table.check(flat[6:6], written=True)
+    for outside in (flat[3:11], flat[5:13], flat[12:], flat):
+        with pytest.raises(InvalidArgument, match="not pinned"):
+            table.check(outside, written=True)
