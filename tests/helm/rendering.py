@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+import copy
+import json
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ GOLDEN = Path(__file__).parent / "golden"
 RELEASE, NAMESPACE = "kvstrata", "kv"
 #: Kinds that belong to operators, which kubernetes-validate has no schema of.
 OPERATORS = {"ServiceMonitor", "PrometheusRule", "Certificate"}
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Values = dict[str, Any]
 Object = dict[str, Any]
@@ -75,8 +79,13 @@ def rendered(values: Values) -> dict[str, str]:
 
 def objects(values: Values) -> list[Object]:
     """Every object, by kind and name."""
-    texts = [text for name, text in rendered(values).items() if not name.endswith(".txt")]
-    found = [each for text in texts for each in yaml.safe_load_all(text) if each is not None]
+    return copy.deepcopy(_objects(json.dumps(values)))
+
+
+@lru_cache(maxsize=32)
+def _objects(values: str) -> list[Object]:
+    texts = [text for name, text in rendered(json.loads(values)).items() if not name.endswith(".txt")]
+    found = [each for text in texts for each in yaml.load_all(text, _LOADER) if each is not None]
     return sorted(found, key=lambda each: (each["kind"], each["metadata"]["name"]))
 
 

@@ -1,11 +1,8 @@
-"""The chart: Helm's lint, golden renders, Kubernetes' schemas, values that are refused, what pods may do."""
+"""The chart: Helm's lint, golden renders, Kubernetes' schemas, what pods may do."""
 
 from __future__ import annotations
 
 import copy
-import json
-import re
-from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +25,6 @@ from tests.helm.rendering import (
     value_sets,
     workloads,
 )
-from tests.helm.values_table import default_of, leaves
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
@@ -88,61 +84,6 @@ def test_an_object_that_kubernetes_would_refuse_is_seen() -> None:
     broken["spec"]["replica"] = 1
     with pytest.raises(AssertionError, match="replica"):
         is_valid(broken, KUBERNETES[-1])
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"master": {"replicas": 2}}, "replicas"),
-        ({"master": {"replicas": 3}}, "url"),
-        ({"master": {"replica": 1}}, "replica"),
-        ({"master": {"ports": {"channel": 0}}}, "channel"),
-        ({"master": {"cpu": {"limit": "two"}}}, "limit"),
-        ({"storage": {"dram": "8GiB"}}, "dram"),
-        ({"storage": {"dram": "0Gi"}}, "dram"),
-        ({"storage": {"dram": 8589934592}}, "dram"),
-        ({"storage": {"kind": "Deployment"}}, "kind"),
-        ({"storage": {"drainSeconds": -1}}, "drainSeconds"),
-        ({"storage": {"ssd": {"devices": [{"size": "1Gi"}]}}}, "hostPath"),
-        ({"storage": {"kind": "StatefulSet", "ssd": {"devices": [{"size": "1Gi", "hostPath": "/mnt/a"}]}}}, "devices"),
-        ({"storage": {"ssd": {"devices": [{"size": "1Gi", "hostPath": "mnt/a"}]}}}, "hostPath"),
-        ({"storage": {"ssd": {"devices": [{"size": "1Gi", "hostPath": "/mnt/a=b"}]}}}, "hostPath"),
-        ({"storage": {"data": {"hostPath": "/" + "a" * 100}}}, "hostPath"),
-        ({"storage": {"rdma": {"mode": "cma"}}}, "mode"),
-        ({"redis": {"url": "redis://:secret@redis:6379/0"}}, "url"),
-        ({"redis": {"url": "redis://kv:secret@redis:6379/0"}}, "url"),
-        ({"redis": {"url": "http://redis"}}, "url"),
-        ({"redis": {"url": "redis://redis", "tls": {"secretName": "files"}}}, "url"),
-        ({"redis": {"url": "rediss://redis", "tls": {"certManager": {"enabled": True}}}}, "issuerName"),
-        ({"runAs": {"user": 0}}, "user"),
-        ({"tls": {"enabled": True}}, "tls"),
-        ({"image": {"digest": "sha256:1"}}, "digest"),
-    ],
-)
-def test_bad_values_are_refused_by_name(values: Values, said: str) -> None:
-    with pytest.raises(helm.HelmError, match=said):
-        rendered(values)
-
-
-def test_schema_defaults_and_templates_name_the_same_values() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    named = [path for path, _ in leaves(schema)]
-    for path in named:
-        default_of(values, path)
-    assert set(_paths(values, schema)) == set(named)
-    templates = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
-    for path in named:
-        last = path.rpartition(".")[2]
-        assert re.search(rf"\.{last}\b", templates) or path.split(".")[-2] == "ports", f"no template uses {path}"
-
-
-def _paths(values: Any, schema: dict[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for name, each in values.items():
-        below = schema["properties"][name]
-        found += _paths(each, below, f"{prefix}{name}.") if "properties" in below else [prefix + name]
-    return found
 
 
 @pytest.mark.parametrize("name", SETS)
