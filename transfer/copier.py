@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -113,6 +114,21 @@ def copy_into(blocks: BlockView, source: Int64s) -> None:
     """Scatter: block i of the view receives ``block_bytes`` bytes from address ``source[i]``."""
     target, length = _pieces(blocks)
     copy(target, _spread(source, blocks), length)
+
+
+def copy_range(blocks: BlockView, source: Int64s) -> None:
+    """As :func:`copy_into`, for a few pieces of many blocks: from block to block they often lie a fixed stride apart.
+
+    A range is then one copy or two, and not one a block; a caller beside a busy thread hardly needs the interpreter.
+    """
+    target, length = _pieces(blocks)
+    spread, shape = _spread(source, blocks), (len(blocks), blocks.pieces)
+    to, origin, sizes = (array.reshape(shape).T.ravel() for array in (target, spread, length))
+    grid = Grid.found_in(to, origin, sizes, piece_bytes_max=sys.maxsize)
+    if grid is not None and grid.pieces >= blocks.pieces:
+        grid.copy()
+    else:
+        copy(target, spread, length)
 
 
 def copy_between(target: BlockView, blocks: BlockView) -> None:

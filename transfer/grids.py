@@ -33,10 +33,12 @@ class Grid:
     piece_bytes: int
 
     @classmethod
-    def found_in(cls, target: Int64s, source: Int64s, length: Int64s) -> Grid | None:
+    def found_in(
+        cls, target: Int64s, source: Int64s, length: Int64s, piece_bytes_max: int = PIECE_BYTES_MAX
+    ) -> Grid | None:
         """The grid that these pieces (i64[n] each) make, or None. O(n) in C."""
         count = len(length)
-        if count < PIECES_MIN or int(length[0]) >= PIECE_BYTES_MAX or bool((length != length[0]).any()):
+        if count < PIECES_MIN or int(length[0]) >= piece_bytes_max or bool((length != length[0]).any()):
             return None
         along_target, along_source = np.diff(target), np.diff(source)
         strides = int(along_target[0]), int(along_source[0])

@@ -21,7 +21,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import SLOT_ROW, BlockStatus, HintKind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import Sampler, block_checksum
-from kvstrata.transfer.copier import copy_into, copy_one
+from kvstrata.transfer.copier import copy_into, copy_one, copy_range
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.link import NodeLink, settle, undecided
@@ -158,7 +158,7 @@ class ShmPeer:
         """Range after range of all blocks; each is told of where slots are unchanged under a lease that stands."""
         stands = np.ones(granted.count, np.bool_)
         for part, blocks in enumerate(ranges):
-            copy_into(blocks, source)
+            copy_range(blocks, source)
             source = source + blocks.block_bytes
             if not part:
                 self._tampered(blocks)

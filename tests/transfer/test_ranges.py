@@ -16,7 +16,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer import shm
 from kvstrata.transfer.base import Fetch, Mask
-from kvstrata.transfer.copier import copy_into
+from kvstrata.transfer.copier import copy_range
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.ranges import cut, tell_whole
 from kvstrata.transfer.regions import Region
@@ -39,6 +39,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], int, list[int]]:
 @given(layouts())
 def test_the_ranges_of_a_view_are_the_view(layout: tuple[list[int], int, list[int]]) -> None:
     lengths, count, ends = layout
+    check_ranges(lengths, count, ends)
+
+
+@pytest.mark.parametrize("count", [1, 12, 300])
+def test_many_blocks_a_range_at_a_time(count: int) -> None:
+    """Enough of them that a piece of all blocks is one copy."""
+    check_ranges([32] * 6, count, [64, 128, 192])
+
+
+def check_ranges(lengths: list[int], count: int, ends: list[int]) -> None:
     size = sum(lengths)
     memory = np.zeros(count * size, np.uint8)
     offsets = np.empty((count, len(lengths), 2), np.int64)
@@ -56,7 +66,7 @@ def test_the_ranges_of_a_view_are_the_view(layout: tuple[list[int], int, list[in
             expected[start : start + length], data = data[:length], data[length:]
     seen = 0
     for part, end in zip(cut(view, ends), ends, strict=True):
-        copy_into(part, source + seen)
+        copy_range(part, source + seen)
         seen = end
         done = int(np.count_nonzero(memory == expected))
         assert done >= count * end and np.count_nonzero(memory) == count * end
