@@ -52,7 +52,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     The engine's blocks it names stay referenced (by the scheduler side) until it is terminal on every rank.
 
     ``layered``: a load that runs beside the forward pass of the step that carries it, which waits for it layer by
-    layer (:meth:`WorkerSide.wait_layer`) and does not end before it, but at its deadline.
+    layer (:meth:`WorkerSide.wait_layer`) and then for its end, so long as it may.
     """
 
     job_id: int
@@ -249,12 +249,13 @@ class WorkerSide(Protocol):
         """Before attention reads the layer's pages (``layer`` of the one group that loads by layer): wait for what the
         step's layered loads bring to them.
 
-        False when some of it will not be there, at the latest at the deadline: what is computed then is not kept.
+        False when some of it will not be there, or the step has stood still for as long as it may: what is computed
+        then is not kept.
         """
         ...
 
     def forward_ended(self) -> None:
-        """The step's KV is in memory. Returns when its layered loads have ended, or are past their deadline."""
+        """The step's KV is in memory. Returns when its layered loads have ended, or were waited for long enough."""
         ...
 
     def take_output(self) -> ConnectorOutput:

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,8 @@ from kvstrata.engine_adapter.connector.layout import PoolLayout
 
 #: Ranges of a load at most: each costs a check and a wake-up, some 50 us.
 RANGES_MAX: Final = 16
+#: A step stands still for its layered loads so long at most, all layers together: others are in it too.
+STAND_STILL_S: Final = 0.5
 
 
 def layered_group(layout: PoolLayout) -> int | None:
@@ -52,11 +55,10 @@ class LayerRanges:
 
 
 class LayeredLoad:
-    """How far one load has come. Thread-safe. No wait lasts beyond ``until`` (monotonic seconds)."""
+    """How far one load has come. Thread-safe."""
 
-    def __init__(self, ranges: LayerRanges, until: float) -> None:
+    def __init__(self, ranges: LayerRanges) -> None:
         self.ranges = ranges
-        self._until = until
         self._changed = threading.Condition()
         self._landed = 0  # ranges that are in place
         self._failed = False
@@ -78,26 +80,24 @@ class LayeredLoad:
             self._failed |= not loaded
             self._changed.notify_all()
 
-    def wait_layer(self, layer: int) -> bool:
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
         """True when the layer's pages are in place; False when they will not be, or not in time."""
         part = self.ranges.of_layer[layer]
         with self._changed:
-            self._wait(lambda: self._landed > part or self._failed or self._ended)
+            self._changed.wait_for(lambda: self._landed > part or self._failed or self._ended, timeout_s)
             return not self._failed and (self._landed > part or self._ended)
 
-    def wait_end(self) -> bool:
+    def wait_end(self, timeout_s: float) -> bool:
         """Whether the job ended in time, however."""
         with self._changed:
-            return self._wait(lambda: self._ended)
-
-    def _wait(self, condition: Callable[[], bool]) -> bool:
-        return self._changed.wait_for(condition, max(0.0, self._until - time.monotonic()))
+            return self._changed.wait_for(lambda: self._ended, timeout_s)
 
 
 class LayeredLoads:
-    """Those of one step. For the thread that computes."""
+    """Those of one step. For the thread that computes, which waits for ``stand_still_s`` a step at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_still_s: float = STAND_STILL_S) -> None:
+        self._stand_still_s = stand_still_s
         self._loads: list[LayeredLoad] = []
         self._waited_s = 0.0
 
@@ -106,23 +106,24 @@ class LayeredLoads:
 
     def wait_layer(self, layer: int) -> bool:
         """See :meth:`WorkerSide.wait_layer`."""
-        if not self._loads:
-            return True
-        started = time.monotonic()
-        # Not all(): the others' pages are to be there too.
-        good = [load.wait_layer(layer) for load in self._loads]
-        self._waited_s += time.monotonic() - started
-        return all(good)
+        good = True
+        for load in self._loads:
+            good &= self._timed(partial(load.wait_layer, layer))
+        return good
 
     def wait_ends(self) -> None:
         """Their jobs are over, or late; the step has nothing to do with them any more."""
-        started = time.monotonic()
         for load in self._loads:
-            load.wait_end()
-        self._waited_s += time.monotonic() - started
+            self._timed(load.wait_end)
         self._loads = []
 
     def take_waited_s(self) -> float:
         """How long this thread has waited since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
+
+    def _timed(self, wait: Callable[[float], bool]) -> bool:
+        started = time.monotonic()
+        good = wait(max(0.0, self._stand_still_s - self._waited_s))
+        self._waited_s += time.monotonic() - started
+        return good

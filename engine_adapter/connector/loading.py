@@ -102,7 +102,7 @@ class Loader:
         job = opened.job
         # A layered load is one call: the first layers of all blocks come first.
         size = sys.maxsize if opened.layers is not None else self._chunk_bytes
-        for chunk in chunks_of(job.groups, self._pool.layout, size):
+        for chunk in chunks_of(job.groups, self._pool.layout, size, opened.after):
             if stop := self._gate.stop(opened, opened.start_by):
                 return stop
             status = self._pool.load(job.cache_salt, chunk, opened.generation, opened.pending, opened.layers)

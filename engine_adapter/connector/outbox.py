@@ -21,6 +21,7 @@ from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import HELD, BlockStatus
 from kvstrata.transfer.base import Landing
+from kvstrata.transfer.gpu.runtime import Event
 
 log = get_logger(__name__)
 
@@ -42,6 +43,7 @@ class OpenJob:
     started: float
     start_by: float
     generation: int = 0
+    after: Event | None = None  #: the mark on the engine's stream that its memory comes after
     layers: LayeredLoad | None = None
     pending: list[Landing] = field(default_factory=list)
     status: npt.NDArray[np.uint8] = field(init=False)

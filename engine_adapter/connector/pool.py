@@ -33,6 +33,7 @@ from kvstrata.proto.errors import (
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing
+from kvstrata.transfer.gpu.runtime import Event
 from kvstrata.transfer.loops import Loop
 
 log = get_logger(__name__)
@@ -117,6 +118,10 @@ class Pool:
         """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED, and ``pending``, as for
         :meth:`load`."""
         return self._transfer("store", salt, chunk, generation, partial(self._store, pending))
+
+    def mark(self) -> Event | None:
+        """See :meth:`Attachment.mark`."""
+        return self._attachment.mark()
 
     def renew(self) -> None:
         """The engine's weights are new: the pool is absent until its namespaces have been opened anew, which begins

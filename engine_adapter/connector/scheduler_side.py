@@ -82,6 +82,7 @@ class PoolSchedulerSide:
         self._stale_jobs = 0  # jobs up to this id are of older weights
         self._superseded = False
         self._waited_s = 0.0  # of the newest step, for layered loads
+        self._late: set[int] = set()  # layered loads that did not end with their step
         self._problems: list[str] = []
         self._usable = pools_prefixes(layout)
         self._by_layer = layered_group(layout) is not None
@@ -215,6 +216,7 @@ class PoolSchedulerSide:
             self._superseded_is(any(output.superseded for output in outputs))
             self._problems = [f"rank {rank}: {text}" for rank, output in enumerate(outputs) for text in output.problems]
         self._waited_s = max((output.waited_s for output in outputs), default=0.0)
+        self._counters.add("load_waited_seconds", self._waited_s)
         loads: list[LoadEnd] = []
         for rank, output in enumerate(outputs):
             for outcome in output.outcomes:
@@ -225,6 +227,8 @@ class PoolSchedulerSide:
                     self._store_ended(end)
                 elif (load_end := self._load_ended(end)) is not None:
                     loads.append(load_end)
+        if self._waited_s:
+            self._late.update(job_id for job_id, load in self._loads.items() if load.layered)
         for job in self.ledger.newly_overdue():
             log.error("job overdue: its blocks stay held", job=job.job_id, kind=job.kind.name, request=job.request_id)
         return loads
@@ -258,9 +262,11 @@ class PoolSchedulerSide:
             now=self._clock(),
         )
         if load.layered:
-            self.policy.beside.ended(end.seconds, self._waited_s)
-            self._counters.add("load_waited_seconds", self._waited_s)
-            self._counters.add("loads_layered_failed", loaded < asked)
+            late = end.job.job_id in self._late
+            self._late.discard(end.job.job_id)
+            # Of a late one nothing ran beside the step that anybody keeps.
+            self.policy.beside.ended(end.seconds, end.seconds if late else self._waited_s)
+            self._counters.add("loads_layered_failed", late or loaded < asked)
         state = self._live(load.request_id, load.life)
         self._counters.load_ended(end, asked, loaded, wanted=state is not None)
         self._note_missing(end, state)
@@ -371,7 +377,7 @@ class PoolSchedulerSide:
             part.check()
         assert len(self._loads) + len(self._stores) == len(self.ledger)
         assert all(job_id in self.ledger for job_id in (*self._loads, *self._stores))
-        assert {job.job_id for job in self._unsent} <= set(self._loads)
+        assert {job.job_id for job in self._unsent} | self._late <= set(self._loads)
         assert self.offers.in_flight() == self.ledger.pending_blocks(JobKind.STORE) <= self._store_blocks_max
         for request_id, state in self._requests.items():
             assert state.request_id == request_id and state.life <= self._lives
@@ -386,6 +392,7 @@ class PoolSchedulerSide:
             log.info("closed with jobs under way", jobs=abandoned)
         self._loads.clear()
         self._stores.clear()
+        self._late.clear()
         self._unsent.clear()
         self._requests.clear()
         self._hits.close()

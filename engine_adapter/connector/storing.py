@@ -44,7 +44,8 @@ class Storer:
         """Store what can be; returns why the rest was not tried."""
         start_by = min(opened.start_by for opened in jobs)
         merged = _merged(jobs)
-        for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes):
+        # The last job's mark is the latest on the engine's one stream.
+        for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes, jobs[-1].after):
             if stop := self._gate.stop(jobs[0], start_by):
                 return stop
             pending: list[Landing] = []

@@ -25,7 +25,7 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
 from kvstrata.engine_adapter.connector.layered import LayeredLoad, LayeredLoads, LayerRanges, layered_group
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
-from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, INVALID, SHED, Gate, Loader
+from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, ERROR, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.parking import Parking
@@ -34,6 +34,7 @@ from kvstrata.engine_adapter.connector.pool_client import PoolClient, open_clien
 from kvstrata.engine_adapter.connector.presence import answer_lookup
 from kvstrata.engine_adapter.connector.storing import Storer
 from kvstrata.engine_adapter.connector.workers import Workers
+from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 
 log = get_logger(__name__)
@@ -106,21 +107,21 @@ class PoolWorkerSide:
         A reset comes first: jobs of before end as not done, when the call that they are in has ended."""
         if meta.reset:
             self._pool.renew()
-        for job in meta.loads:
-            if (opened := self._accepted(job)) is not None:
-                self._enqueue(opened, self._loads, self._load_workers)
+        loads = [opened for job in meta.loads if (opened := self._accepted(job)) is not None]
+        for opened in self._marked(loads):
+            self._enqueue(opened, self._loads, self._load_workers)
         for job in meta.stores:
             if (opened := self._accepted(job)) is not None:
                 self._written.append(opened)
 
     def wait_layer(self, layer: int) -> bool:
-        """See :meth:`WorkerSide.wait_layer`. Bounded by the deadlines of the step's loads."""
+        """See :meth:`WorkerSide.wait_layer`. All calls of a step take ``STAND_STILL_S`` at most."""
         return self._layered.wait_layer(layer)
 
     def forward_ended(self) -> None:
-        """The step's KV is in memory: its stores may begin. Layered loads are waited for, to their deadlines."""
+        """The step's KV is in memory: its stores may begin. Layered loads are waited for, within the same bound."""
         written, self._written = self._written, []
-        for opened in written:
+        for opened in self._marked(written):
             self._outbox.restart(opened)
             self._enqueue(opened, self._stores, self._store_workers)
         self._layered.wait_ends()
@@ -217,7 +218,7 @@ class PoolWorkerSide:
             log.error("a job id was given twice: the second job is ignored", job=job.job_id)
             return None
         if job.layered and job.kind is JobKind.LOAD and self._layer_ranges is not None:
-            opened.layers = LayeredLoad(self._layer_ranges, time.monotonic() + job.deadline_s)
+            opened.layers = LayeredLoad(self._layer_ranges)
             self._layered.add(opened.layers)
         if problem := problem_of(job, self.layout):
             log.error("a job that cannot be carried out", job=job.job_id, reason=problem)
@@ -231,6 +232,19 @@ class PoolWorkerSide:
         else:
             return opened
         return None
+
+    def _marked(self, jobs: list[OpenJob]) -> list[OpenJob]:
+        """Jobs whose memory comes after what the engine's stream has queued by now; without that, they end."""
+        try:
+            mark = self._pool.mark() if jobs else None
+        except KVError as error:
+            log.error("jobs not done: the engine's device failed", reason=f"{type(error).__name__}: {error}")
+            for opened in jobs:
+                self._outbox.end(opened, ERROR)
+            return []
+        for opened in jobs:
+            opened.after = mark
+        return jobs
 
     def _enqueue(self, opened: OpenJob, queue: JobQueue, workers: Workers) -> None:
         if queue.offer(opened):

@@ -124,6 +124,20 @@ def test_two_ranks_wait_each_for_its_own_layers(pool: RealPool, opened: Callable
         counters_are_zero(second)
 
 
+def test_a_slow_load_holds_a_step_up_for_half_a_second_and_goes_on_without_it(
+    pool: RealPool, plain: list[Prompt], stored: str, opened: Callable[[EngineConfig], Engine]
+) -> None:
+    transport = "auto+faults:delay_ms=900"
+    engine = opened(layered(masters=pool.address, transport=transport, load_deadline_ms=20_000))
+    prompts = conversations()[2:4]
+    assert serve(engine, prompts, stored) == plain[2:4]
+    counters_are_zero(engine)
+    seen = engine.stats().connector
+    assert seen["loads_layered"] == seen["loads_layered_failed"] == 2
+    assert seen["load_tokens"] == seen["load_tokens_asked"], "what came late counts all the same"
+    assert seen["load_waited_seconds"] < 2 * 0.9
+
+
 def test_a_node_that_stands_still_is_waited_for_no_longer_than_a_load_may_take(
     pool: RealPool, plain: list[Prompt], stored: str, opened: Callable[[EngineConfig], Engine]
 ) -> None:
