@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -79,6 +80,8 @@ class ManyMasters:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             return dict(json.load(error))
+        except http.client.HTTPException as error:  # it died while it answered
+            raise ConnectionError(f"{name} broke off: {error}") from error
 
     def leaders(self) -> list[str]:
         """Masters that lead, of those that answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import subprocess
@@ -100,6 +101,8 @@ def _get(daemon: Daemon, path: str) -> bytes:
         if error.code != 503:
             raise
         return bytes(error.read())
+    except http.client.HTTPException as error:  # it died while it answered
+        raise ConnectionError(f"{daemon.ready['http']} broke off: {error}") from error
 
 
 class Tenant:
