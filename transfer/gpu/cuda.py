@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
@@ -17,6 +16,7 @@ import numpy as np
 
 from kvstrata.proto.errors import InvalidArgument, KVError, Unavailable
 from kvstrata.transfer.gpu.cuda_driver import address_range
+from kvstrata.transfer.gpu.cuda_events import CudaEvent, RecordedEvent
 from kvstrata.transfer.gpu.cuda_memory import CudaPinned, TableSlots
 from kvstrata.transfer.gpu.cupy_module import current_device, load_cupy
 from kvstrata.transfer.gpu.kernels import GATHER, SCATTER, SOURCE, THREADS, grid_of, launch_table
@@ -24,33 +24,8 @@ from kvstrata.transfer.gpu.pieces import PinnedTable, checked_pieces
 from kvstrata.transfer.gpu.runtime import Bytes, Event, Int64s, Pinned
 from kvstrata.transfer.memory import Memory
 
-#: How often :meth:`CudaEvent.wait` looks, at first and at last: a wait in the driver would have no deadline.
-LOOK_S: Final = 20e-6
-LOOK_MAX_S: Final = 200e-6
-
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
-
-
-class CudaEvent:
-    """Points in one or several streams."""
-
-    def __init__(self, runtime: CudaRuntime, events: list[Any]) -> None:
-        self.runtime, self.events = runtime, events
-
-    def done(self) -> bool:
-        self.events = [event for event in self.events if not self.runtime.reached(event)]
-        return not self.events
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline, look_s = time.monotonic() + timeout_s, LOOK_S
-        while not self.done():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(look_s, left))
-            look_s = min(look_s * 1.5, LOOK_MAX_S)
-        return True
 
 
 class _Lane:
@@ -119,20 +94,12 @@ class CudaRuntime:
             self._cuda.setDevice(self.memory.device)
             self._cuda.free(0)  # does nothing, but for what comes with the first call
 
-    def reached(self, event: Any) -> bool:
-        """Whether the device came to it. Raises :class:`Unavailable` when it failed on the way."""
-        with self._translated("failed"):
-            status = self._cuda.eventQuery(event.ptr)
-            if status not in (_SUCCESS, _NOT_READY):
-                raise self._cuda.CUDARuntimeError(status)
-            return bool(status == _SUCCESS)
-
     # ------------------------------------------------------------------ launches
 
     def _launch(self, lane: _Lane, address: Int64s, length: Int64s, packed: Bytes, after: Event | None) -> Event:
         address, length = checked_pieces(address, length, packed)
         marks = self.mark() if after is None else after
-        if not isinstance(marks, CudaEvent) or marks.runtime is not self:
+        if not isinstance(marks, CudaEvent) or marks.owner is not self:
             raise InvalidArgument(f"the event to come after is none of {self.memory.spelled()}'s runtime")
         with self._translated("a copy could not be queued"), self._lock, self._here():
             self._order(lane, marks)
@@ -155,12 +122,8 @@ class CudaRuntime:
             self._cuda.streamWaitEvent(lane.stream.ptr, event.ptr)
 
     def _recorded(self, streams: list[int]) -> CudaEvent:
-        events = []
-        for stream in streams:
-            event = self._cupy.cuda.Event(disable_timing=True)
-            self._cuda.eventRecord(event.ptr, stream)
-            events.append(event)
-        return CudaEvent(self, events)
+        events = [RecordedEvent(self._cupy, self.memory.device, stream) for stream in streams]
+        return CudaEvent(self, events, self._reached)
 
     def _current_streams(self) -> list[int]:
         """Of the calling thread: cupy's, and torch's when it is in use; each has its own idea of it."""
@@ -171,6 +134,14 @@ class CudaRuntime:
         return sorted(streams)
 
     # ------------------------------------------------------------------ inside
+
+    def _reached(self, event: RecordedEvent) -> bool:
+        """Whether the device came to it. Raises :class:`Unavailable` when it failed on the way."""
+        with self._translated("failed"), self._here():
+            status = self._cuda.eventQuery(event.ptr)
+            if status not in (_SUCCESS, _NOT_READY):
+                raise self._cuda.CUDARuntimeError(status)
+            return bool(status == _SUCCESS)
 
     def _here(self) -> AbstractContextManager[None]:
         return current_device(self._cupy, self.memory.device)

@@ -42,6 +42,7 @@ class Device:
         self.events: dict[int, bool] = {}
         self.registered: dict[int, int] = {}
         self.status = 0
+        self.destroyed = 0
         self.launches: list[tuple[str, int]] = []  #: (kernel, thread blocks)
         self.contexts: set[int] = set()
         self.thread = threading.local()
@@ -74,6 +75,7 @@ class Device:
 
 class _Runtime:
     memcpyHostToDevice = 1
+    eventDisableTiming = 2
     cudaDevAttrCanUseHostPointerForRegisteredMem = 91
     is_hip = False
     CUDARuntimeError = CUDARuntimeError
@@ -94,6 +96,19 @@ class _Runtime:
     def deviceGetAttribute(self, attribute: int, device: int) -> int:
         return 1
 
+    def eventCreateWithFlags(self, flags: int) -> int:
+        assert flags == self.eventDisableTiming and self._device.context()
+        event = self._device.handle()
+        self._device.events[event] = False
+        return event
+
+    def eventDestroy(self, event: int) -> None:
+        """What waits for it goes on waiting, as on a device."""
+        assert self._device.context(), "no device is current"
+        if self._device.status:
+            raise CUDARuntimeError(self._device.status)
+        self._device.destroyed += 1
+
     def eventRecord(self, event: int, stream: int) -> None:
         self._device.events[event] = False
 
@@ -107,6 +122,7 @@ class _Runtime:
         self._device.queue(stream, lambda: self._device.events[event])
 
     def eventQuery(self, event: int) -> int:
+        assert self._device.context(), "no device is current"
         self._device.progress()
         return self._device.status or (0 if self._device.events[event] else NOT_READY)
 
@@ -138,11 +154,6 @@ class FakeCupy:
     def __init__(self, kernels: CpuKernels) -> None:
         self.device = device = Device(kernels)
 
-        class Event:
-            def __init__(self, *, disable_timing: bool) -> None:
-                self.ptr = device.handle()
-                device.events[self.ptr] = False
-
         class Stream:
             def __init__(self, *, non_blocking: bool) -> None:
                 assert non_blocking, "it would wait for the legacy default stream"
@@ -167,7 +178,6 @@ class FakeCupy:
             runtime=_Runtime(device),
             driver=SimpleNamespace(ctxGetCurrent=device.context, ctxSetCurrent=set_current),
             compiler=SimpleNamespace(CompileException=CompileException),
-            Event=Event,
             Stream=Stream,
             get_current_stream=current,
             alloc=_Memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from types import SimpleNamespace
@@ -170,6 +171,20 @@ def test_a_table_that_did_not_reach_the_device_is_not_used_again(
             gather(runtime, array, pinned)
     with pytest.raises(Busy):
         gather(runtime, array, pinned)
+
+
+def test_events_are_given_back(runtime: CudaRuntime, cupy: FakeCupy) -> None:
+    array, pinned = np.zeros(8, np.uint8), runtime.pinned(8)
+    before = len(cupy.device.events) - cupy.device.destroyed
+    for _ in range(5):
+        assert gather(runtime, array, pinned).wait(1)
+    gc.collect()
+    left = len(cupy.device.events) - cupy.device.destroyed - before
+    assert left <= 1, "no more than the last one, which its table holds"
+    mark = runtime.mark()
+    cupy.device.status = ILLEGAL_ADDRESS
+    del mark
+    gc.collect()
 
 
 def test_a_thread_keeps_its_context(runtime: CudaRuntime, cupy: FakeCupy) -> None:
