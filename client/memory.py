@@ -92,7 +92,7 @@ def _device_buffers(buffer: Any) -> list[Buffer]:
     if not isinstance(buffer, list | tuple):
         found = device_memory(buffer)
         return [] if found is None else [found]
-    buffers = [device_memory(each) for each in buffer]
+    buffers = [each if isinstance(each, Buffer) else device_memory(each) for each in buffer]
     known = [each for each in buffers if each is not None]
     if not known or len(known) < len(buffers) or len({each.memory for each in known}) > 1:
         raise InvalidArgument("a list of buffers is registered as one only when all are on the same device")

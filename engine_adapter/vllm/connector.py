@@ -24,6 +24,7 @@ from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
 from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
+from kvstrata.engine_adapter.vllm.devices import check_devices, gpu_kind
 from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
@@ -35,7 +36,6 @@ from kvstrata.engine_adapter.vllm.resetting import reset_pool
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.engine_adapter.vllm.worker import StepRunner
-from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -195,9 +195,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The worker's half begins here: its KV memory is there."""
-        devices = {tensor.device.type for tensor in kv_caches.values()}
-        if devices != {"cpu"}:
-            raise InvalidArgument(f"KV memory on {', '.join(sorted(devices))}: only vLLM on a CPU is supported yet")
+        check_devices(tensor.device.type for tensor in kv_caches.values())
         groups = self._kv_cache_config.kv_cache_groups
         kept = [poolable(group.kv_cache_spec) for group in groups]
         names = [group.layer_names for group in groups]
@@ -267,7 +265,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         seed = os.environ.get("PYTHONHASHSEED", "")
         return Identity(
             model=model_identity(model, config.load_config.load_format, self.settings.namespace),
-            kv=f"{model.dtype}/{cache.cache_dtype}/{_device_kind()}",
+            kv=f"{model.dtype}/{cache.cache_dtype}/{_device_kind(config)}",
             hashes=f"vllm {version}/{cache.prefix_caching_hash_algo}/{seed}",
         )
 
@@ -290,8 +288,12 @@ def _log_as_vllm() -> None:
         ours.propagate = False
 
 
-def _device_kind() -> str:
+def _device_kind(config: VllmConfig) -> str:
     """What decides the order of bytes within a block: kernels pack K for the instructions that the CPU has."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "cpu":
+        return gpu_kind(current_platform, getattr(getattr(config, "attention_config", None), "backend", None))
     amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
     return f"cpu-{torch.backends.cpu.get_cpu_capability()}{amx}".lower().replace(" ", "")
 

@@ -114,8 +114,8 @@ def engine_memory(
     held = [_Held(storage, device_memory(storage)) for storage in (tensor.untyped_storage() for tensor in tensors)]
     memories = {HOST if one.device is None else one.device.memory for one in held}
     if len(memories) != 1:
-        names = sorted(memory.spelled() or "the host" for memory in memories)
-        raise InvalidArgument(f"KV memory on {', '.join(names)}: expected all of it in one place")
+        places = sorted(memory.spelled() or "the host" for memory in memories)
+        raise InvalidArgument(f"KV memory on {', '.join(places)}: expected all of it in one place")
     first = min(one.storage.data_ptr() for one in held)
     tables = []
     for names, kept in zip(groups, poolable, strict=True):
