@@ -20,8 +20,8 @@ sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import Round, calls_for, measure
 
 
-def memcpy_round(block_bytes: int, batch: int, *, hashed: bool) -> Round:
-    """Copy ``batch`` pieces a call."""
+def memcpy_round(block_bytes: int, batch: int, *, hashed: bool, calls: int = 0) -> Round:
+    """Copy ``batch`` pieces a call. ``calls``: 0 for as many as :func:`cases.calls_for` says."""
     source = np.random.default_rng(1).integers(0, 256, (batch, block_bytes), dtype=np.uint8)
     target = np.zeros_like(source)
 
@@ -32,16 +32,16 @@ def memcpy_round(block_bytes: int, batch: int, *, hashed: bool) -> Round:
                 xxhash.xxh3_64_intdigest(target[index])
 
     call()
-    count = calls_for(block_bytes, batch)
+    count = calls or calls_for(block_bytes, batch)
     return measure([call] * count, count * batch * block_bytes)
 
 
-def socket_round(block_bytes: int, batch: int, op: str, *, hashed: bool) -> Round:
+def socket_round(block_bytes: int, batch: int, op: str, *, hashed: bool, calls: int = 0) -> Round:
     """``load``: ask, then receive ``batch`` pieces. ``store``: send them, wait for a word."""
     with _peer(block_bytes * batch) as sock:
         target = np.zeros((batch, block_bytes), np.uint8)
         views = [memoryview(row) for row in target]
-        count = calls_for(block_bytes, batch)
+        count = calls or calls_for(block_bytes, batch)
         call = _loader(sock, views, hashed) if op == "load" else _storer(sock, views, hashed)
         call()
         return measure([call] * count, count * batch * block_bytes)

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import Round, measure
-from transfer_shapes import BYTES_MAX, END_S, ROUND_S, Shape, random_bytes, serve
+from transfer_shapes import END_S, ROUND_S, Memory, Shape, random_bytes, serve
 
 #: UCX cannot make its backend without a transport that two agents can find each other by.
 UCX_TLS: Final = {"cma": "cma,posix,sysv,self,tcp", "rdma": "^tcp"}
@@ -33,9 +33,9 @@ def nixl_bindings() -> str:
 
 
 class Agent:
-    """An agent with one registered buffer."""
+    """An agent with registered memory of both kinds."""
 
-    def __init__(self, name: str, kind: str, buffer: np.ndarray) -> None:  # type: ignore[type-arg]
+    def __init__(self, name: str, kind: str, memory: Memory) -> None:
         os.environ.setdefault("UCX_TLS", UCX_TLS[kind])
         self.nixl: Any = importlib.import_module(f"{nixl_bindings()}._bindings")
         config = self.nixl.nixlAgentConfig()
@@ -44,9 +44,9 @@ class Agent:
         self.agent = self.nixl.nixlAgent(name, config)
         parameters, _ = self.agent.getPluginParams("UCX")
         self.backend = self.agent.createBackend("UCX", dict(parameters))
-        self.buffer = buffer
-        span = [(buffer.ctypes.data, buffer.nbytes, 0, "")]
-        self.agent.registerMem(self.nixl.nixlRegDList(self.nixl.DRAM_SEG, span), [self.backend])
+        self.memory = memory
+        spans = [(buffer.ctypes.data, buffer.nbytes, 0, "") for buffer in (memory.slab, memory.engine)]
+        self.agent.registerMem(self.nixl.nixlRegDList(self.nixl.DRAM_SEG, spans), [self.backend])
 
     def progress(self) -> None:
         self.agent.getNotifs({}, [self.backend])
@@ -82,8 +82,8 @@ def raw_nixl(pipe: Connection, kind: str) -> None:
     try:
         if not ours.poll(ROUND_S):
             raise TimeoutError("the target did not start")
-        metadata, address = ours.recv()
-        reader = Reader(kind, metadata, address)
+        metadata, addresses = ours.recv()
+        reader = Reader(kind, metadata, addresses)
         serve(pipe, {"nixl": reader.round})
     except Exception as error:  # noqa: BLE001 - said by the process that asked
         pipe.send(("no", f"raw NIXL does not run over {kind}: {type(error).__name__}: {error}"))
@@ -96,11 +96,11 @@ def raw_nixl(pipe: Connection, kind: str) -> None:
 
 
 class Reader:
-    def __init__(self, kind: str, metadata: bytes, address: int) -> None:
-        self._agent = Agent("reader", kind, np.zeros(BYTES_MAX, np.uint8))
+    def __init__(self, kind: str, metadata: bytes, addresses: dict[str, int]) -> None:
+        self._agent = Agent("reader", kind, Memory(filled=False))
         name = self._agent.agent.loadRemoteMD(metadata)
         self._peer = name.decode() if isinstance(name, bytes) else str(name)
-        self._address = address
+        self._addresses = addresses
         self._expected = random_bytes()
 
     def round(self, op: str, shape: Shape) -> Round:
@@ -108,15 +108,14 @@ class Reader:
         paged = shape.offsets().ravel()
         packed = np.arange(len(paged), dtype=np.int64) * shape.piece_bytes
         ours, theirs = (paged, packed) if op == "load" else (packed, paged)
-        local, remote = (
-            self._pieces(self._agent.buffer.ctypes.data + ours, shape),
-            self._pieces(self._address + theirs, shape),
-        )
+        buffer = self._agent.memory.local(op)
+        local = self._pieces(buffer.ctypes.data + ours, shape)
+        remote = self._pieces(self._addresses[op] + theirs, shape)
         self._agent.read(self._peer, local, remote)
+        buffer[: shape.nbytes] = 0
         calls = [lambda: self._agent.read(self._peer, local, remote)] * shape.calls
-        self._agent.buffer[: shape.nbytes] = 0
         taken = measure(calls, shape.calls * shape.nbytes)
-        pieces = self._agent.buffer[: shape.nbytes].reshape(-1, shape.piece_bytes)
+        pieces = buffer[: shape.nbytes].reshape(-1, shape.piece_bytes)
         expected = self._expected[: shape.nbytes].reshape(-1, shape.piece_bytes)
         if not (pieces[ours // shape.piece_bytes] == expected[theirs // shape.piece_bytes]).all():
             raise OSError("wrong bytes")
@@ -130,8 +129,9 @@ class Reader:
 
 
 def _target(pipe: Connection, kind: str) -> None:
-    agent = Agent("target", kind, random_bytes())
-    pipe.send((agent.agent.getLocalMD(), agent.buffer.ctypes.data))
+    memory = Memory(filled=True)
+    agent = Agent("target", kind, memory)
+    pipe.send((agent.agent.getLocalMD(), {op: memory.remote(op).ctypes.data for op in ("load", "store")}))
     try:
         while not pipe.poll(PROGRESS_S):
             agent.progress()

@@ -30,27 +30,27 @@ ROOFLINES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Median, least and greatest over rounds."""
+    """Median and quartiles over rounds."""
 
     to: str
     median: float
-    least: float
-    greatest: float
+    low: float
+    high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} x {self.to} ({self.least:.2f} to {self.greatest:.2f})"
+        return f"{self.median:.2f} x {self.to} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system, shape and operation. ``gb_s``: 10^9 bytes a second: median, least, greatest over rounds."""
+    """One system, shape and operation. ``gb_s``: 10^9 bytes a second: median and quartiles over rounds."""
 
     system: str
     shape: str
     op: str
     gb_s: float
-    gb_s_least: float
-    gb_s_greatest: float
+    gb_s_low: float
+    gb_s_high: float
     p50_us: float
     p99_us: float
     cpu_s_per_gib: float
@@ -66,6 +66,7 @@ class Results:
 
     def __init__(self) -> None:
         self._rounds: dict[Key, list[Round]] = defaultdict(list)
+        self.repeated = 0  #: turns that were thrown away, as a call missed blocks
 
     def add(self, system: str, shape: Shape, op: str, one: Round) -> None:
         self._rounds[(system, shape, op)].append(one)
@@ -86,8 +87,8 @@ class Results:
             shape=shape.name,
             op=op,
             gb_s=round(statistics.median(speeds), 3),
-            gb_s_least=round(min(speeds), 3),
-            gb_s_greatest=round(max(speeds), 3),
+            gb_s_low=round(_quartiles(speeds)[0], 3),
+            gb_s_high=round(_quartiles(speeds)[1], 3),
             p50_us=round(statistics.median(calls) * 1e6, 1),
             p99_us=round(calls[min(len(calls) - 1, int(len(calls) * 0.99))] * 1e6, 1),
             cpu_s_per_gib=round(statistics.median(one.cpu_seconds for one in rounds) / gib, 4),
@@ -105,8 +106,8 @@ class Results:
                 theirs = self._rounds.get((roofline, shape, op), [])
                 ratios = [_gb_s(ours) / _gb_s(best) for ours, best in zip(self._rounds[key], theirs, strict=False)]
                 if ratios:
-                    middle, least, most = (round(f(ratios), 3) for f in (statistics.median, min, max))
-                    found.append(Ratio(roofline, middle, least, most))
+                    low, high = _quartiles(ratios)
+                    found.append(Ratio(roofline, *(round(x, 3) for x in (statistics.median(ratios), low, high))))
         return found
 
 
@@ -114,13 +115,20 @@ def _gb_s(one: Round) -> float:
     return one.nbytes / sum(one.seconds) / 1e9
 
 
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 def say(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("op", "shape", "system", "GB/s", "least to greatest", "p50 us", "p99 us", "CPU s/GiB", "ratios")
+    table = Table("op", "shape", "system", "GB/s", "quartiles", "p50 us", "p99 us", "CPU s/GiB", "ratios")
     for row in rows:
-        spread = f"{row.gb_s_least:.2f} to {row.gb_s_greatest:.2f}"
+        spread = f"{row.gb_s_low:.2f} to {row.gb_s_high:.2f}"
         ratios = "\n".join(map(str, row.ratios))
         figures = (f"{row.gb_s:.2f}", spread, f"{row.p50_us:.0f}", f"{row.p99_us:.0f}", f"{row.cpu_s_per_gib:.2f}")
         table.add_row(row.op, row.shape, row.system, *figures, ratios)
@@ -128,7 +136,7 @@ def say(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> bool:
-    """An SVG of bars by shape, one row of axes an operation; lines are least and greatest. False without matplotlib."""
+    """An SVG of bars by shape, one row of axes an operation; lines are quartiles. False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -147,8 +155,8 @@ def plot(rows: list[Row], path: Path) -> bool:
             there = [(x, of_op[system, shape]) for x, shape in enumerate(shapes) if (system, shape) in of_op]
             heights = [row.gb_s for _, row in there]
             spread = [
-                [row.gb_s - row.gb_s_least for _, row in there],
-                [row.gb_s_greatest - row.gb_s for _, row in there],
+                [row.gb_s - row.gb_s_low for _, row in there],
+                [row.gb_s_high - row.gb_s for _, row in there],
             ]
             at = [x + (index - len(systems) / 2) * width for x, _ in there]
             colour = colours(index % 20)

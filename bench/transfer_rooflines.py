@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import Round, measure
 from rooflines import memcpy_round, socket_round
-from transfer_shapes import BYTES_MAX, END_S, Shape, random_bytes, serve
+from transfer_shapes import END_S, Memory, Shape, serve
 
 IOVECS_MAX: Final = 1024
 
@@ -35,15 +35,15 @@ def rooflines(pipe: Connection) -> None:
 
 
 def _memcpy(op: str, shape: Shape) -> Round:
-    return memcpy_round(shape.piece_bytes, shape.blocks * shape.pieces, hashed=False)
+    return memcpy_round(shape.piece_bytes, shape.blocks * shape.pieces, hashed=False, calls=shape.calls)
 
 
 def _hashed(op: str, shape: Shape) -> Round:
-    return memcpy_round(shape.piece_bytes, shape.blocks * shape.pieces, hashed=True)
+    return memcpy_round(shape.piece_bytes, shape.blocks * shape.pieces, hashed=True, calls=shape.calls)
 
 
 def _socket(op: str, shape: Shape) -> Round:
-    return socket_round(shape.piece_bytes, shape.blocks * shape.pieces, op, hashed=False)
+    return socket_round(shape.piece_bytes, shape.blocks * shape.pieces, op, hashed=False, calls=shape.calls)
 
 
 class VmReader:
@@ -56,8 +56,8 @@ class VmReader:
         self._child = context.Process(target=_hold, args=(theirs, ours))
         self._child.start()
         theirs.close()
-        self._address = int(ours.recv())
-        self._target = np.zeros(BYTES_MAX, np.uint8)
+        self._addresses: dict[str, int] = ours.recv()
+        self._memory = Memory(filled=False)
 
     def round(self, op: str, shape: Shape) -> Round:
         paged = shape.offsets().ravel()
@@ -65,7 +65,7 @@ class VmReader:
         ours, theirs = (paged, packed) if op == "load" else (packed, paged)
         local, remote = (
             np.stack([base + offset, np.full(len(paged), shape.piece_bytes)], axis=1).astype(np.uint64)
-            for base, offset in ((self._target.ctypes.data, ours), (self._address, theirs))
+            for base, offset in ((self._memory.local(op).ctypes.data, ours), (self._addresses[op], theirs))
         )
         pid = self._child.pid or 0
 
@@ -94,8 +94,8 @@ def _read(pid: int, local: np.ndarray, remote: np.ndarray) -> None:  # type: ign
 
 def _hold(pipe: Connection, parents: Connection) -> None:
     parents.close()
-    buffer = random_bytes()
-    pipe.send(buffer.ctypes.data)
+    memory = Memory(filled=True)
+    pipe.send({op: memory.remote(op).ctypes.data for op in ("load", "store")})
     try:
         pipe.recv()
     except EOFError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing as mp
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import Round, calls_for
+from cases import Round
 
 Int64s = npt.NDArray[np.int64]
 
@@ -21,6 +23,7 @@ Int64s = npt.NDArray[np.int64]
 ROUND_S: Final = 60.0
 END_S: Final = 10.0
 SEED: Final = 7
+ROUND_BYTES: Final = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class Shape:
 
     @property
     def calls(self) -> int:
-        """How many a round."""
-        return calls_for(self.piece_bytes, self.blocks * self.pieces)
+        """How many a round: few, so that systems take turns often on a machine whose speed drifts."""
+        return max(3, min(24, ROUND_BYTES // self.nbytes))
 
     def offsets(self) -> Int64s:
         """i64[blocks, pieces]: where a block's pieces lie in the engine's memory."""
@@ -65,6 +68,37 @@ BYTES_MAX: Final = max(shape.nbytes for shape in SHAPES)
 def random_bytes(nbytes: int = BYTES_MAX) -> npt.NDArray[np.uint8]:
     """The same in every process."""
     return np.random.default_rng(SEED).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def engine_memory() -> npt.NDArray[np.uint8]:
+    """u8[BYTES_MAX], private, in huge pages where the kernel gives them, and aligned as torch's memory and pinned
+    memory are. numpy's big arrays begin 16 bytes into a page, where the kernel's copies run at half their speed."""
+    memory = mmap.mmap(-1, BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+class Memory:
+    """What an engine's and a node's bytes lie in: :func:`engine_memory`, and a memfd, as slabs are (pages of 4 KiB, but
+    with ``--hugepages``). What a kernel copies out of another process costs twice as much from small pages as from
+    huge ones, so a roofline has to read the same kind."""
+
+    def __init__(self, *, filled: bool) -> None:
+        fd = os.memfd_create("kvstrata-bench")
+        os.ftruncate(fd, BYTES_MAX)
+        self.slab = np.frombuffer(mmap.mmap(fd, BYTES_MAX), np.uint8)
+        os.close(fd)
+        self.engine = engine_memory()
+        for buffer in (self.slab, self.engine):
+            buffer[:] = random_bytes() if filled else 1  # every page is there
+
+    def remote(self, op: str) -> npt.NDArray[np.uint8]:
+        """What a transfer reads: the node's memory in a load, the engine's in a store."""
+        return self.slab if op == "load" else self.engine
+
+    def local(self, op: str) -> npt.NDArray[np.uint8]:
+        """What it writes."""
+        return self.engine if op == "load" else self.slab
 
 
 class Worker:
