@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from kvstrata.proto.errors import Unavailable
+from kvstrata.transfer.gpu import host
+from kvstrata.transfer.gpu.memory import device_memory
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.memory import Memory
 from tests.transfer.gpu.fake_device import FakeDevice, fake_device
@@ -86,6 +88,44 @@ def test_a_copy_comes_after_the_callers_stream(device: FakeDevice) -> None:
     assert not gather.wait(0.05)
     stream.run(2)
     assert gather.wait(10) and set(pinned.bytes.tolist()) == {7}
+    pinned.close()
+
+
+def test_a_followed_stream_comes_first(device: FakeDevice) -> None:
+    array, stream = device.array(np.zeros(16, np.uint8)), device.stream()
+    array.stream = stream
+    pinned = device.runtime.pinned(16)
+    stream.queue(lambda: array.shadow.fill(7))
+    found = device_memory(array)
+    assert found is not None and found.stream is not None
+    device.runtime.follow(found.stream)
+    gather = device.runtime.gather(*table((array.address, 16)), pinned.bytes)
+    assert not gather.wait(0.05)
+    stream.run()
+    assert gather.wait(10) and set(pinned.bytes.tolist()) == {7}
+    pinned.close()
+
+
+def test_a_mark_that_another_thread_took(device: FakeDevice) -> None:
+    array, stream = device.array(np.zeros(16, np.uint8)), device.stream()
+    pinned = device.runtime.pinned(16)
+    with stream:
+        stream.queue(lambda: array.shadow.fill(7))
+        mark = device.runtime.mark()
+    gather = device.runtime.gather(*table((array.address, 16)), pinned.bytes, mark)
+    assert not gather.wait(0.05)
+    stream.run()
+    assert gather.wait(10) and set(pinned.bytes.tolist()) == {7}
+    pinned.close()
+
+
+def test_work_that_never_ends_is_an_error(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "AFTER_LIMIT_S", 0.05)
+    array, pinned = device.empty(16), device.runtime.pinned(16)
+    with device.stream():
+        gather = device.runtime.gather(*table((array.address, 16)), pinned.bytes)
+    with pytest.raises(Unavailable, match="did not end"):
+        gather.wait(10)
     pinned.close()
 
 
