@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstrata.proto.errors import InvalidArgument, KVError, Unavailable
 from kvstrata.transfer.gpu.cuda_driver import address_range
-from kvstrata.transfer.gpu.cuda_events import CudaEvent, RecordedEvent
+from kvstrata.transfer.gpu.cuda_events import CudaEvent, DriverEvent
 from kvstrata.transfer.gpu.cuda_memory import CudaPinned, TableSlots
 from kvstrata.transfer.gpu.cupy_module import current_device, load_cupy
 from kvstrata.transfer.gpu.kernels import GATHER, SCATTER, SOURCE, THREADS, grid_of, launch_table
@@ -106,6 +106,7 @@ class CudaRuntime:
             if not len(address):
                 return self._recorded([lane.stream.ptr])
             table, chunks = launch_table(address, length)
+            end = DriverEvent(self._cupy, self.memory.device)
             with lane.stream:
                 slot = lane.slots.take(table.nbytes)
                 slot.upload(table, lane.stream)
@@ -113,7 +114,8 @@ class CudaRuntime:
                 try:
                     lane.kernel((grid_of(chunks),), (THREADS,), arguments)
                 finally:
-                    event = self._recorded([lane.stream.ptr])
+                    end.record(lane.stream.ptr)
+                    event = CudaEvent(self, [end], self._reached)
                     slot.busy_until(event)
             return event
 
@@ -122,7 +124,10 @@ class CudaRuntime:
             self._cuda.streamWaitEvent(lane.stream.ptr, event.ptr)
 
     def _recorded(self, streams: list[int]) -> CudaEvent:
-        events = [RecordedEvent(self._cupy, self.memory.device, stream) for stream in streams]
+        events = []
+        for stream in streams:
+            events.append(DriverEvent(self._cupy, self.memory.device))
+            events[-1].record(stream)
         return CudaEvent(self, events, self._reached)
 
     def _current_streams(self) -> list[int]:
@@ -135,7 +140,7 @@ class CudaRuntime:
 
     # ------------------------------------------------------------------ inside
 
-    def _reached(self, event: RecordedEvent) -> bool:
+    def _reached(self, event: DriverEvent) -> bool:
         """Whether the device came to it. Raises :class:`Unavailable` when it failed on the way."""
         with self._translated("failed"), self._here():
             status = self._cuda.eventQuery(event.ptr)

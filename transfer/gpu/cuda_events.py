@@ -14,18 +14,21 @@ LOOK_S: Final = 20e-6
 LOOK_MAX_S: Final = 200e-6
 
 
-class RecordedEvent:
-    """One point in one stream. ``ptr``: the driver's handle.
+class DriverEvent:
+    """One point in one stream, once it is recorded. ``ptr``: the driver's handle.
 
     Not cupy.cuda.Event: that is given back in whatever thread drops it last, with whatever device is current there.
     """
 
-    def __init__(self, cupy: Any, device: int, stream: int) -> None:
-        """The device is to be current in this thread."""
-        cuda = cupy.cuda.runtime
+    def __init__(self, cupy: Any, device: int) -> None:
+        """The device is to be current in this thread, for this and for :meth:`record`."""
+        self._cuda = cuda = cupy.cuda.runtime
         self.ptr = int(cuda.eventCreateWithFlags(cuda.eventDisableTiming))
         weakref.finalize(self, _destroy, cupy, device, self.ptr).atexit = False
-        cuda.eventRecord(self.ptr, stream)
+
+    def record(self, stream: int) -> None:
+        """At what that stream has queued by now."""
+        self._cuda.eventRecord(self.ptr, stream)
 
 
 def _destroy(cupy: Any, device: int, event: int) -> None:
@@ -39,7 +42,7 @@ def _destroy(cupy: Any, device: int, event: int) -> None:
 class CudaEvent:
     """Points in one or several streams. ``reached``: whether the device came to one of them."""
 
-    def __init__(self, owner: object, events: list[RecordedEvent], reached: Callable[[RecordedEvent], bool]) -> None:
+    def __init__(self, owner: object, events: list[DriverEvent], reached: Callable[[DriverEvent], bool]) -> None:
         self.owner, self.events = owner, events
         self._reached = reached
 

@@ -71,7 +71,8 @@ class Runtime(Protocol):
 
         It begins after ``after``, a :meth:`mark` that perhaps another thread took; without one, after all that the
         caller's current stream has queued by now. Pinned memory and pieces are to stay until the event is done.
-        Raises :class:`InvalidArgument`, :class:`Busy` (too many are under way) or :class:`Unavailable`.
+        Raises :class:`InvalidArgument`, :class:`Busy` (too many are under way) or :class:`Unavailable`; then no byte
+        moves.
         """
 
     def scatter(self, source: Bytes, address: Int64s, length: Int64s, after: Event | None = None) -> Event:
