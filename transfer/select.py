@@ -70,6 +70,6 @@ class TransportChoice:
         return self._rdma.rail_health() if self._rdma is not None else {}
 
     def close(self) -> None:
-        self.staging.close()
         for transport in self._transports:
             transport.close()
+        self.staging.close()

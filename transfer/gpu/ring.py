@@ -164,7 +164,8 @@ class Ring:
             }
 
     def close(self) -> None:
-        """Free chunks go at once, those in use when they are given back; what may still be touched stays mapped."""
+        """After the transports' end. Free chunks go at once, those in use when they are given back; what may still be
+        touched stays mapped."""
         with self._turn:
             self._closed = True
             free, self._free = self._free, []
@@ -222,9 +223,10 @@ class Ring:
         _abandoned.append((chunk, pending))
 
     def _end(self, chunk: Chunk) -> None:
-        try:
-            self._unregister(chunk.region)
-        except KVError as error:
-            log.warning("staging memory not unregistered", reason=f"{type(error).__name__}: {error}")
+        if not self._closed:  # else the transports have ended, and nodes forget regions with the session
+            try:
+                self._unregister(chunk.region)
+            except KVError as error:
+                log.warning("staging memory not unregistered", reason=f"{type(error).__name__}: {error}")
         chunk.region.close()
         chunk.pinned.close()

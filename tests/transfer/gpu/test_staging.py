@@ -233,6 +233,7 @@ class RingMachine(RuleBasedStateMachine):
             chunks=3,
             held_max=2,
         )
+        self.seen: dict[int, Chunk] = {}
         self.taken: list[Chunk] = []
         self.held: list[tuple[Chunk, Gate]] = []
         self.lost = 0
@@ -252,6 +253,7 @@ class RingMachine(RuleBasedStateMachine):
         assert not any(chunk is other and not gate.settled() for other, gate in self.held)
         self.held = [(other, gate) for other, gate in self.held if not gate.settled()]
         self.taken.append(chunk)
+        self.seen[chunk.region.id] = chunk
 
     @rule(data=st.data(), late=st.booleans())
     def give_back(self, data: st.DataObject, late: bool) -> None:
@@ -281,6 +283,7 @@ class RingMachine(RuleBasedStateMachine):
         assert health["in_use"] == len(self.taken) <= 3
         assert health["lost"] == self.lost
         assert len(self._alive) <= 3 + 2 + 3
+        assert self._alive == {i for i, chunk in self.seen.items() if not chunk.region.closed}
         for chunk, gate in self.held:
             assert gate.settled() or chunk.region.id in self._alive
 
@@ -290,7 +293,8 @@ class RingMachine(RuleBasedStateMachine):
         for _, gate in self.held:
             gate.open.set()
         self.ring.close()
-        assert len(self._alive) == self.lost
+        left = [chunk for chunk in self.seen.values() if not chunk.region.closed]
+        assert len(left) == self.lost
         self._device.__exit__(None, None, None)
 
 
