@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,17 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
+from kvstrata.storage import node as node_module
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
+from kvstrata.storage.serving import rails, regions
+from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.rdma.engine import JobState
 from kvstrata.transfer.server import ChannelServer
 from tests.e2e.real_pool import keys, payload, until
 from tests.fuzz.messages import Maker
+from tests.storage.fake_engine import CMA, FakeEngine, FakeJob, failing, posted, waiting
 
 ANY = "127.0.0.1:0"
 NS = Namespace("model", 4096, 16)
@@ -39,7 +44,10 @@ BODIES = {
     Kind.REGISTER_REGION: pb.RegisterRegion, Kind.UNREGISTER_REGION: pb.UnregisterRegion,
     Kind.RESERVE: pb.Reserve, Kind.WRITE: pb.Write, Kind.PULL: pb.Pull, Kind.COMMIT: pb.Commit,
     Kind.ABORT: pb.Abort, Kind.HINT: pb.Hint, Kind.HELLO: pb.Hello,
+    Kind.OPEN_RAILS: pb.OpenRails, Kind.TEST_RAIL: pb.TestRail,
 }  # fmt: skip
+#: What peers on rails have registered: this process's own, so that a fake agent can read it.
+MEMORY = np.zeros(256 << 10, np.uint8)
 CI = pytest.param(1500, id="ci")
 LONG = pytest.param(20_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])
 
@@ -69,10 +77,11 @@ def node(master: Master, tmp_path: Path, ready: dict[str, str]) -> Iterator[Stor
 class Wire:
     """Connections to one port, opened anew whenever the other side hangs up; frames are remembered to be replayed."""
 
-    def __init__(self, address: str, chance: random.Random) -> None:
+    def __init__(self, address: str, chance: random.Random, preface: bytes = b"") -> None:
         family, where = (socket.AF_UNIX, address) if address.startswith("/") else (socket.AF_INET, _host_port(address))
         self._family, self._where = family, where
         self._chance = chance
+        self._preface = preface  #: goes first on each connection
         self._sent: list[bytes] = []
         self._sock: socket.socket | None = None
 
@@ -111,6 +120,8 @@ class Wire:
         hello = Identity.new().hello().SerializeToString()
         sock.sendall(wire.encode_header(Kind.HELLO, 1, len(hello)) + hello)
         sock.recv(1 << 16)
+        if self._preface:
+            sock.sendall(self._preface)
         self._sock = sock
         return sock
 
@@ -123,6 +134,11 @@ class Wire:
 def _host_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
+
+
+def pairs(blocks: int) -> bytes:
+    """Descriptors of blocks one after the other."""
+    return np.array([[block * 4096, 4096] for block in range(blocks)], np.int64).tobytes()
 
 
 def maker(chance: random.Random) -> Maker:
@@ -145,29 +161,42 @@ def maker(chance: random.Random) -> Maker:
             "leases": [np.arange(1, 9, dtype=np.uint64).tobytes()],
             "mode": [0, 1, 2, 3],
             "region": [1, 2],
+            "rails": ["cma", "cma", ""],
+            "backend": ["UCX"],
+            "agent": [b"", b"writer", b"writer", b"other"],
+            "memory": ["", "", "cuda:0"],
+            "address": [MEMORY.ctypes.data],
+            "length": [MEMORY.nbytes],
+            "descriptors": [pairs(1), pairs(3), pairs(3)],
+            "checksums": [b"", b"", bytes(8), bytes(24)],
+            "releases": [b"", np.arange(1, 9, dtype=np.uint64).tobytes()],
             "pieces": [1],
             "slabs": [np.arange(4, dtype=np.uint32).tobytes()],
         },
     )
 
 
-def frames(chance: random.Random, count: int) -> Iterator[bytes]:
+def frames(chance: random.Random, count: int, often: Sequence[Kind] = ()) -> Iterator[bytes]:
     make = maker(chance)
+    if often:
+        make.sense = 0.96
     opening = pb.OpenNamespace(spec=NS.to_spec()).SerializeToString()
     yield wire.encode_header(Kind.OPEN_NAMESPACE, 2, len(opening)) + opening
     for number in range(count):
-        kind = chance.choice(list(BODIES) if chance.random() < 0.9 else list(Kind))
+        kind = chance.choice([*BODIES, *often] if chance.random() < 0.9 else list(Kind))
         body = BODIES.get(kind)
         message = make.message(body).SerializeToString() if body else chance.randbytes(chance.randrange(40))
         raw = chance.randbytes(chance.choice((0, 4096, 4096, 100))) if kind in wire.WITH_RAW else b""
         yield wire.encode_header(kind, number + 3, len(message), len(raw)) + message + raw
 
 
-def fuzz(address: str, server: ChannelServer, seed: int, count: int) -> None:
+def fuzz(
+    address: str, server: ChannelServer, seed: int, count: int, preface: bytes = b"", often: Sequence[Kind] = ()
+) -> None:
     chance = random.Random(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    link = Wire(address, chance)
-    for frame in frames(chance, count):
+    link = Wire(address, chance, preface)
+    for frame in frames(chance, count, often):
         link.send(frame)
     link.close()
     assert server.counts["handler_errors"] == 0, "a handler raised what is no answer: see its log"
@@ -200,6 +229,50 @@ def sound(master: Master, node: StorageNode) -> None:
 def test_a_node(master: Master, node: StorageNode, ready: dict[str, str], port: str, seed: int, count: int) -> None:
     fuzz(ready["channel" if port == "tcp" else "unix"], node.server, seed, count)
     sound(master, node)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [CI, LONG])
+def test_a_node_with_rails(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
+) -> None:
+    """Transfers that fail, are never posted, or settle long after their writers have gone."""
+    chance = random.Random(seed)
+
+    def behave(job: FakeJob) -> None:
+        inside = job.remote.address - MEMORY.ctypes.data
+        there = bool(((inside >= 0) & (inside + job.remote.length <= MEMORY.nbytes)).all())
+        (chance.choice((FakeJob.finish, failing, waiting, posted)) if there else failing)(job)
+
+    engine = FakeEngine(behave=behave)
+    monkeypatch.setattr(rails, "TEST_S", 0.01)
+    monkeypatch.setattr(regions, "SETTLE_S", 0.01)
+    monkeypatch.setattr(
+        node_module, "open_rails", lambda name, options, state, lock: (NodeRails(engine, CMA, state, lock), "")
+    )
+    config = StorageConfig((str(master.ready()["channel"]),), ANY, ANY, tmp_path / "node", 8 << 20, slab_bytes=1 << 20)
+    region = pb.RegisterRegion(region=1, address=MEMORY.ctypes.data, length=MEMORY.nbytes, agent=b"writer")
+    opening = pb.OpenRails(rails="cma", backend="UCX", agent=b"writer")
+    preface = b"".join(
+        wire.encode_header(kind, 1, message.ByteSize()) + message.SerializeToString()
+        for kind, message in ((Kind.OPEN_RAILS, opening), (Kind.REGISTER_REGION, region))
+    )
+    node = StorageNode(config)
+    try:
+        often = 6 * [Kind.PULL, Kind.REGISTER_REGION] + 2 * [Kind.UNREGISTER_REGION, Kind.OPEN_RAILS, Kind.TEST_RAIL]
+        fuzz(str(node.start()["channel"]), node.server, seed, count, preface, often)
+        assert engine.jobs, "no transfer was ever asked for"
+        assert node.rails is not None
+        with node.lock:
+            node.state.check()
+            node.rails.pulls.check()
+        for job in engine.jobs:
+            if not job.settled():
+                job.finish(chance.choice((JobState.DONE, JobState.FAILED)), "late")
+        until(lambda: node.rails is not None and node.rails.pulls.held() == (0, 0))
+        sound(master, node)
+    finally:
+        node.stop()
 
 
 @pytest.mark.timeout(300)
