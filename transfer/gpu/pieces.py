@@ -27,26 +27,26 @@ def checked_pieces(address: Int64s, length: Int64s, packed: Bytes) -> tuple[Int6
 
 
 class PinnedTable:
-    """Which host memory a device reaches. A handful of entries; thread-safe."""
+    """Which host memory a device reaches: a handful of entries, which stay mapped until removed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[int, int] = {}
+        self._entries: dict[int, Bytes] = {}
 
     def add(self, flat: Bytes) -> None:
         with self._lock:
-            self._bytes[flat.ctypes.data] = flat.nbytes
+            self._entries[flat.ctypes.data] = flat
 
     def remove(self, flat: Bytes) -> None:
         with self._lock:
-            self._bytes.pop(flat.ctypes.data, None)
+            self._entries.pop(flat.ctypes.data, None)
 
     def check(self, packed: Bytes, *, written: bool) -> None:
         """Raises :class:`InvalidArgument` unless ``packed`` lies in pinned memory, writable if it is to be written."""
         if written and not packed.flags.writeable:
             raise InvalidArgument("the packed memory is read-only")
-        start = packed.ctypes.data
+        start, stop = packed.ctypes.data, packed.ctypes.data + packed.nbytes
         with self._lock:
-            inside = any(base <= start and start + packed.nbytes <= base + size for base, size in self._bytes.items())
+            inside = any(base <= start and stop <= base + flat.nbytes for base, flat in self._entries.items())
         if not inside and packed.nbytes:
             raise InvalidArgument("the packed memory is not pinned: take it from pinned()")

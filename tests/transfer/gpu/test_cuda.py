@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +216,9 @@ def test_pinned_memory_is_registered_while_it_is_used(runtime: CudaRuntime, cupy
     assert not cupy.device.registered and pinned.memfd == -1
     with pytest.raises(InvalidArgument, match="not pinned"):
         gather(runtime, np.zeros(8, np.uint8), pinned)
+    forgotten = weakref.ref(runtime.pinned(4096).bytes)
+    gc.collect()
+    assert forgotten() is not None, "what is not closed is registered, and so has to stay mapped"
 
 
 def test_what_is_missing_is_said(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
