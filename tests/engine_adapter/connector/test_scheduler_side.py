@@ -570,3 +570,69 @@ class TestReset:
         assert at.side.stats()["weights_superseded"] == 1
         at.side.update_output([ConnectorOutput()])
         assert at.side.stats()["weights_superseded"] == 0
+
+
+# -------------------------------------------------------------------- loads beside a step
+
+
+def layered_engine(**more: object) -> Engine:
+    return Engine(config=PoolConfig(load_policy="always", layered_loads="always", **more))  # type: ignore[arg-type]
+
+
+def layered_job(engine: Engine, request: FakeRequest, table: list[int], tokens: int) -> Job:
+    assert engine.side.loads_by_layer(request, tokens, 4)
+    job_id = engine.side.update_state_after_alloc(request, (table,), tokens, layered=True)
+    meta = engine.step(request, request.num_tokens, table)
+    assert meta is not None and [job.job_id for job in meta.loads] == [job_id] and not meta.stores
+    return meta.loads[0]
+
+
+def test_a_layered_load_is_one_at_a_time_and_nothing_is_stored_beside_it() -> None:
+    engine = layered_engine()
+    request, other = FakeRequest("r", 22), FakeRequest("o", 22, content="other")
+    assert engine.match(request, have=4) == 16 and engine.match(other, have=4) == 16
+    table = list(range(1, 7))
+    load = layered_job(engine, request, table, 16)
+    assert load.layered and not engine.side.loads_by_layer(other, 16, 4)
+    ends = engine.report(load)
+    assert [end.loaded_tokens for end in ends] == [16] and engine.side.loads_by_layer(other, 16, 4)
+    meta = engine.step(request, 22, table)
+    assert meta is not None and [blocks.first_index for job in meta.stores for blocks in job.groups] == [4]
+
+
+def test_what_a_step_waited_and_whether_a_load_ended_with_it_is_counted() -> None:
+    engine = layered_engine()
+    for turn, (waited, ends_with_step) in enumerate([(0.002, True), (0.5, False)]):
+        request = FakeRequest(f"r{turn}", 22, content=f"text {turn}")
+        engine.match(request, have=4)
+        load = layered_job(engine, request, list(range(1, 7)), 16)
+        outcome = JobOutcome(job_id=load.job_id, kind=JobKind.LOAD, done=b"\1" * 4, seconds=0.02)
+        outputs = [ConnectorOutput(waited_s=waited, outcomes=[outcome] if ends_with_step else [])]
+        assert len(engine.side.update_output(outputs)) == ends_with_step
+        if not ends_with_step:
+            engine.side.check()
+            assert len(engine.side.update_output([ConnectorOutput(outcomes=[outcome])])) == 1
+        engine.side.request_stopped(request)
+        engine.side.check()
+    stats = engine.side.stats()
+    assert (stats["loads_layered"], stats["loads_layered_failed"]) == (2, 1)
+    assert stats["load_waited_seconds"] == pytest.approx(0.502)
+    assert stats["load_waited_share"] == pytest.approx(0.1 + 0.2 * (1.0 - 0.1)), "a late one was waited for in vain"
+
+
+def test_groups_of_several_kinds_load_first() -> None:
+    engine = Engine(layout=window_layout(), config=PoolConfig(load_policy="always", layered_loads="always"))
+    request = FakeRequest("r", 22)
+    assert engine.match(request, have=5) == 16
+    assert not engine.side.loads_by_layer(request, 16, 6)
+
+
+def test_by_what_was_measured_a_load_runs_beside_the_step_or_before_it() -> None:
+    engine = Engine(config=PoolConfig(load_policy="always"))
+    request = FakeRequest("r", 22)
+    engine.match(request, have=4)
+    assert not engine.side.loads_by_layer(request, 16, 6), "nothing is known yet"
+    engine.side.forward_done(100, 1.0)
+    engine.side.policy.load_seconds.add(4 * 64, 0.02)
+    assert engine.side.loads_by_layer(request, 16, 6)
+    assert not engine.side.loads_by_layer(request, 16, 1), "a step of 10 ms would wait for a load of 20 ms"

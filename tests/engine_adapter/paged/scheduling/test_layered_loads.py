@@ -21,8 +21,6 @@ def world(*, max_tokens: int = 3, real_side: bool = False, **more: object) -> Wo
 @pytest.mark.parametrize("real_side", [False, True])
 def test_a_load_that_comes_beside_the_step_costs_no_step(real_side: bool) -> None:
     made = world(real_side=real_side)
-    if real_side:
-        made.step()  # the lookup's answer
     made.step()
     assert made["a"].outputs[0].new_token_ids and made["a"].outputs[0].num_external_cached_tokens == STORED
     made.run()
@@ -72,9 +70,11 @@ def test_one_that_is_aborted_beside_its_load(how: str) -> None:
     made.check_empty()
 
 
-def test_nothing_is_stored_of_a_step_beside_a_load() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_nothing_is_stored_of_a_step_beside_a_load(whole: bool) -> None:
     """If the load fails, what hangs on it is garbage; if not, it is stored with the next step."""
-    made = world()
+    made = world(real_side=True)
+    made.ranks.end_layered = lambda job: [whole] * 3
     offered: list[list[Job]] = []
     for _ in range(3):
         meta = made.step().connector_meta
