@@ -6,7 +6,6 @@ for. Whatever cupy, the driver or the compiler raise is :class:`Unavailable` her
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ from kvstrata.transfer.gpu.cupy_module import current_device, load_cupy
 from kvstrata.transfer.gpu.kernels import GATHER, SCATTER, SOURCE, THREADS, grid_of, launch_table
 from kvstrata.transfer.gpu.pieces import PinnedTable, checked_pieces
 from kvstrata.transfer.gpu.runtime import Bytes, Event, Int64s, Pinned
+from kvstrata.transfer.gpu.torch_module import loaded_torch
 from kvstrata.transfer.memory import Memory
 
 _SUCCESS: Final = 0
@@ -53,7 +53,7 @@ class CudaRuntime:
         self._pins = PinnedTable()
         if bool(cuda.is_hip) != (memory.kind == "rocm"):
             raise Unavailable(f"this cupy was built for {'ROCm' if cuda.is_hip else 'CUDA'}: not for {memory.kind}")
-        with self._translated("cannot be used"):
+        with self._translated("cannot be used (kvstrata[gpu] brings cupy and its compiler)"):
             if memory.device >= cuda.getDeviceCount():
                 raise Unavailable(f"there is no device {memory.spelled()}: {cuda.getDeviceCount()} are visible")
             with self._here():
@@ -133,7 +133,7 @@ class CudaRuntime:
     def _current_streams(self) -> list[int]:
         """Of the calling thread: cupy's, and torch's when it is in use; each has its own idea of it."""
         streams = {int(self._cupy.cuda.get_current_stream().ptr)}
-        torch = sys.modules.get("torch")
+        torch = loaded_torch()
         if torch is not None and torch.cuda.is_initialized():
             streams.add(int(torch.cuda.current_stream(self.memory.device).cuda_stream))
         return sorted(streams)

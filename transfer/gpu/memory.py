@@ -6,7 +6,6 @@ No library is imported, no byte is touched, and nothing waits for a device.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.gpu import dlpack
 from kvstrata.transfer.gpu.cupy_module import device_of
+from kvstrata.transfer.gpu.torch_module import loaded_torch
 from kvstrata.transfer.memory import HOST, Memory
 
 INTERFACE_VERSION_MIN: Final = 2
@@ -64,7 +64,7 @@ def host_memory(buffer: Any) -> npt.NDArray[np.uint8] | None:
 def _described(buffer: Any) -> Buffer | None:
     if isinstance(buffer, np.ndarray | bytes | bytearray | memoryview):
         return None
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     if torch is not None and isinstance(buffer, torch.Tensor):
         return _of_tensor(torch, buffer)
     if torch is not None and isinstance(buffer, torch.UntypedStorage):

@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,6 +228,13 @@ def test_torch_tensors_on_the_host() -> None:
     ):
         with pytest.raises(InvalidArgument, match=text):
             flat_bytes(bad)
+
+
+def test_torch_that_is_still_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = ModuleType("torch", None)
+    half.__spec__ = SimpleNamespace(_initializing=True)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "torch", half)
+    assert device_memory(bytearray(1)) is None and device_memory(object()) is None
 
 
 def test_a_flat_view_keeps_its_tensor() -> None:
