@@ -239,7 +239,7 @@ def test_what_is_missing_is_said(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
         raise CompileException("line 1")
 
     monkeypatch.setattr(cupy, "RawModule", failing)
-    with pytest.raises(Unavailable, match="cannot be used .*: CompileException: line 1"):
+    with pytest.raises(Unavailable, match=r"cannot be used .*: CompileException: line 1"):
         CudaRuntime(CUDA)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(Unavailable, match=r"pip install 'kvstrata\[gpu\]'"):
