@@ -211,7 +211,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             name=f"vllm-{self._kv_transfer_config.engine_id}",
             engine_memory=memory,
         )
-        self._runner = StepRunner(side, rank, by_blocks=len(groups) == 1, stores=replica == 0)
+        layers = names[0] if len(groups) == 1 else []
+        self._runner = StepRunner(side, rank, by_blocks=len(groups) == 1, stores=replica == 0, layers=layers)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -223,7 +224,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """Loads run since the step's metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No forward pass needs a load under way: they are asynchronous."""
+        """Waits for layered loads, of which the scheduler's half begins none: see :class:`StepPlanner`."""
+        if self._runner is not None:
+            self._runner.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
         """Whole blocks are stored, after the forward pass."""

@@ -29,7 +29,11 @@ class Step(Protocol):
 
 
 class StepPlanner:
-    """Used from vLLM's scheduler thread only. ``aligned_tokens``: local hits that are no multiple get nothing more."""
+    """Used from vLLM's scheduler thread only. ``aligned_tokens``: local hits that are no multiple get nothing more.
+
+    All loads are asynchronous, none is layered. vLLM computes a request anew in the step after a synchronous load has
+    failed, into the same blocks, and has no way to hear that the load is not over yet and may still write to them.
+    """
 
     def __init__(self, side: SchedulerSide, *, aligned_tokens: int, ranks: int) -> None:
         self._side = side

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ class StepRunner:
 
     ``by_blocks``: failures are told as block ids (the only way to keep a partial load), which are ambiguous with more
     than one KV cache group; then they are told by request. ``stores`` False: another rank stores the same KV.
+    ``layers``: names of the layers of the one group, in the order of their pages.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class StepRunner:
         *,
         by_blocks: bool,
         stores: bool = True,
+        layers: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._side = side
         self._rank = rank
         self._by_blocks = by_blocks
         self._stores = stores
+        self._layers = {name: index for index, name in enumerate(layers)}
         self._left_to_others: list[JobOutcome] = []
         self._clock = clock
         self._loads: dict[int, Job] = {}
@@ -70,6 +73,11 @@ class StepRunner:
                 jobs = msgspec.structs.replace(jobs, stores=[])
             self._side.start(jobs)
 
+    def wait_layer(self, name: str) -> None:
+        """Before attention reads the layer's KV: what layered loads bring to it is there, or will not come in time."""
+        if (layer := self._layers.get(name)) is not None:
+            self._side.wait_layer(layer)
+
     def forward_ended(self) -> None:
         """The step's KV is in memory."""
         self._side.forward_ended()
@@ -86,7 +94,8 @@ class StepRunner:
             job = self._loads.pop(outcome.job_id, None) if outcome.kind is JobKind.LOAD else None
             if job is None:
                 continue
-            finished.add(job.request_id)
+            if not job.layered:  # vLLM is told of what it waits for
+                finished.add(job.request_id)
             if 0 not in outcome.done:
                 continue
             if self._by_blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvstrata.engine_adapter.connector.base import (
@@ -37,6 +38,10 @@ class FakeSide:
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self.wake = wake
+
+    def wait_layer(self, layer: int) -> bool:
+        self.calls.append(f"layer {layer}")
+        return True
 
     def close(self) -> None:
         self.calls.append("closed")
@@ -93,6 +98,20 @@ def test_a_load_is_told_by_its_request_once_and_a_store_is_not(side: FakeSide) -
     assert [outcome.job_id for outcome in report.output.outcomes] == [2, 1]
     assert steps.transfer_results() == (set(), set())
     assert decode_report(steps.report()).output.outcomes == []
+
+
+def test_a_layer_is_waited_for_by_its_name(side: FakeSide) -> None:
+    steps = StepRunner(side, 0, by_blocks=True, layers=["model.0", "model.1"])
+    steps.wait_layer("model.1")
+    steps.wait_layer("another group's")
+    assert side.calls == ["layer 1"]
+
+
+def test_a_layered_load_is_none_that_vllm_waits_for(side: FakeSide) -> None:
+    steps = runner(side)
+    steps.begin(meta(msgspec.structs.replace(job(1, JobKind.LOAD, 4, 5), layered=True)))
+    side.outcomes = [JobOutcome(job_id=1, kind=JobKind.LOAD, done=b"\1\0")]
+    assert steps.transfer_results() == (set(), set()) and steps.failed_blocks() == {5}
 
 
 def test_blocks_that_did_not_come_are_named_in_the_same_step(side: FakeSide) -> None:
