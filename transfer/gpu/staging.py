@@ -38,7 +38,7 @@ from kvstrata.transfer.gpu.runtime import Runtime
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.gpu.staged_fetch import StagedFetch
 from kvstrata.transfer.gpu.staged_push import StagedPush
-from kvstrata.transfer.memory import Memory
+from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.regions import BlockView, Region
 
 log = get_logger(__name__)
@@ -131,10 +131,11 @@ class StagedPeer:
 
     def fetch(self, request: Fetch) -> Fetched:
         blocks = request.blocks
-        if blocks.region.memory.on_host:
+        memory = blocks.region.memory
+        if memory is HOST or memory.on_host:
             return self.inner.fetch(request)
         try:
-            ring = self._staging.ring(blocks.region.memory)
+            ring = self._staging.ring(memory)
         except Unavailable as error:
             return _unfetched(_refused(blocks, error))
         if request.verify == "always" or not self._direct(blocks):  # a checksum needs bytes on the host
@@ -150,10 +151,11 @@ class StagedPeer:
 
     def push(self, request: Push) -> Pushed:
         blocks = request.blocks
-        if blocks.region.memory.on_host:
+        memory = blocks.region.memory
+        if memory is HOST or memory.on_host:
             return self.inner.push(request)
         try:
-            ring = self._staging.ring(blocks.region.memory)
+            ring = self._staging.ring(memory)
         except Unavailable as error:
             return Pushed(_refused(blocks, error))
         if not self._direct(blocks):

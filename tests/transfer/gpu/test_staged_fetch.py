@@ -181,6 +181,25 @@ def test_a_device_that_fails_costs_the_blocks_and_shows(world: World) -> None:
     assert world.staging.problems() == []
 
 
+def test_of_a_chunk_that_was_scattered_in_part_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole makes two scatters of one chunk; the second is not taken."""
+    with staged(chunk_bytes=3 * SIZE) as world:
+        hashes, data, rows, shadow = filled(world, 3)
+        del world.node.blocks[names(2)[1]]
+        scatter, turns = world.device.runtime.scatter, [0]
+
+        def once(*arguments: object) -> object:
+            turns[0] += 1
+            if turns[0] == 2:
+                raise Unavailable("cuda:0: a copy could not be queued")
+            return scatter(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(world.device.runtime, "scatter", once)
+        assert statuses(world.fetch(NS, hashes, rows)) == ["REFUSED", "MISSING", "REFUSED"]
+        assert (shadow[0] == data[0]).all() and not shadow[1:].any()
+        world.check_quiet()
+
+
 def test_a_device_that_goes_on_failing_is_given_up_and_nothing_is_raised(world: World) -> None:
     hashes, _, rows, _ = filled(world, 1)
     for _ in range(6):
