@@ -18,7 +18,7 @@ from kvstrata.transfer.gpu.cuda import CudaRuntime
 from kvstrata.transfer.gpu.runtimes import installed
 from kvstrata.transfer.memory import Memory
 from tests.e2e.real_pool import RealPool, keys, payload
-from tests.transfer.gpu.cpu_kernels import compiled, compiler
+from tests.transfer.gpu.cpu_kernels import CpuKernels, compiled, compiler
 from tests.transfer.gpu.fake_cupy import ILLEGAL_ADDRESS, FakeCupy
 
 SIZE = 64 << 10
@@ -39,20 +39,26 @@ class DeviceArray:
         return {"version": 3, "shape": self.content.shape, "typestr": "|u1", "data": (address, False), "stream": 1}
 
 
-@pytest.fixture
-def cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     found = compiler()
     if found is None:
         pytest.skip("no C++ compiler: apt-get install g++")
-    fake = FakeCupy(compiled(tmp_path, found))
+    return compiled(tmp_path_factory.mktemp("kernels"), found)
+
+
+@pytest.fixture
+def cupy(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+    fake = FakeCupy(kernels)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     with installed(CudaRuntime(Memory("cuda", 0))):
         yield fake
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RealPool]:
-    pool = RealPool(tmp_path)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
+    base: Path = tmp_path_factory.mktemp("cuda")
+    pool = RealPool(base)
     yield pool
     pool.end()
 
