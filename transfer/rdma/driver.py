@@ -80,7 +80,10 @@ class Driver:
     def free(self, freed: Freed) -> None:
         """Do to the agent what an event in the ledger has set free."""
         for held in freed.memory:
-            self._tried("memory could not be deregistered", partial(self.agent.deregister, held.handle))
+            with self._lock:
+                going = self._ledger.take_out(held)
+            if going:
+                self._tried("memory could not be deregistered", partial(self.agent.deregister, held.handle))
         if freed.peer and freed.peer not in self._ledger.peers:  # met again since
             self._tried("an agent could not be forgotten", partial(self.agent.forget, freed.peer))
 

@@ -46,11 +46,13 @@ class Transfer:
         self.state = JobState.WAITING
         self.problem = ""
         self.holds: tuple[Held, ...] = ()
+        self.seen = 0  # registrations that there were when ``holds`` was made
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """Registered memory. ``users``: transfers that name it and have not settled."""
+    """Registered memory. ``users``: transfers that lie in it and have not settled. Registrations may overlap, and the
+    agent takes any: a transfer holds them all."""
 
     address: int
     nbytes: int
@@ -72,7 +74,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What an event has set free: transfers that have ended with it, memory to deregister, a peer to forget."""
+    """What an event has set free: transfers that have ended with it, memory that may go (once :meth:`Ledger.take_out`
+    says so), a peer to forget."""
 
     settled: tuple[Transfer, ...] = ()
     memory: tuple[Held, ...] = ()
@@ -85,6 +88,7 @@ class Ledger:
     def __init__(self) -> None:
         self.peers: OrderedDict[str, Known] = OrderedDict()
         self.memory: dict[Held, None] = {}
+        self.registered = 0
         self.waiting = 0
         self.posted = 0
 
@@ -93,14 +97,22 @@ class Ledger:
     def register(self, address: int, nbytes: int, memory: Memory, handle: object) -> Held:
         held = Held(address, nbytes, memory, handle)
         self.memory[held] = None
+        self.registered += 1
         return held
 
     def close(self, held: Held) -> Freed:
-        """No new transfer may name it; it comes back, now or with a later event, when none does. Safe twice."""
+        """No new transfer may need it; it comes back, now or with a later event, when none holds it. Safe twice."""
         if held not in self.memory or held.closing:
             return Freed()
         held.closing = True
         return Freed(memory=self._unused((held,)))
+
+    def take_out(self, held: Held) -> bool:
+        """Right before it is deregistered: False when a transfer has come to hold it since, or it was taken already."""
+        if held not in self.memory or not self._unused((held,)):
+            return False
+        del self.memory[held]
+        return True
 
     # ---------------------------------------------------------------- peers
 
@@ -129,12 +141,8 @@ class Ledger:
             return f"{WAITING_MAX} transfers wait already"
         if len(transfer.local.length) > PIECES_MAX:
             return f"{len(transfer.local.length)} pieces, and {PIECES_MAX} is the bound"
-        holds = self._named(transfer.local)
-        if holds is None:
+        if not self._hold(transfer):
             return "local memory that is not registered"
-        transfer.holds = holds
-        for held in holds:
-            held.users += 1
         self.waiting += 1
         known.waiting[transfer] = None
         return ""
@@ -148,6 +156,8 @@ class Ledger:
                 self.peers.move_to_end(peer)
                 del known.waiting[transfer]
                 transfer.state = JobState.POSTED
+                if transfer.seen != self.registered:
+                    self._hold(transfer)
                 known.posted[transfer] = None
                 known.posted_bytes += transfer.nbytes
                 self.waiting, self.posted = self.waiting - 1, self.posted + 1
@@ -191,22 +201,27 @@ class Ledger:
             return True
         return len(known.posted) < POSTED_PER_PEER and known.posted_bytes + nbytes <= POSTED_BYTES_PER_PEER
 
-    def _named(self, pieces: Pieces) -> tuple[Held, ...] | None:
-        """All registrations that hold a piece; None when one is in none."""
+    def _hold(self, transfer: Transfer) -> bool:
+        """Hold all registrations that a piece lies in; False, and none, when a piece lies in no open one."""
+        pieces = transfer.local
         begin, end = pieces.address, pieces.address + pieces.length
-        if not len(begin):
-            return ()
-        low, high = int(begin.min()), int(end.max())
         found, inside = [], np.zeros(len(begin), np.bool_)
+        low, high = (int(begin.min()), int(end.max())) if len(begin) else (0, 0)
         for held in self.memory:
             last = held.address + held.nbytes
-            if held.closing or held.memory != pieces.memory or last <= low or held.address >= high:
+            if held.memory != pieces.memory or last <= low or held.address >= high:
                 continue
             here = (begin >= held.address) & (end <= last)
             if here.any():
                 found.append(held)
-                inside |= here
-        return tuple(found) if inside.all() else None
+                if not held.closing or held in transfer.holds:
+                    inside |= here
+        if not inside.all():
+            return False
+        for held in found:
+            held.users += held not in transfer.holds
+        transfer.holds, transfer.seen = tuple(found), self.registered
+        return True
 
     def _drop(self, transfer: Transfer, problem: str) -> tuple[Held, ...]:
         transfer.state, transfer.problem = JobState.DROPPED, problem
@@ -220,11 +235,9 @@ class Ledger:
             held.users -= 1
         return self._unused(holds)
 
-    def _unused(self, memory: tuple[Held, ...]) -> tuple[Held, ...]:
-        free = tuple(held for held in memory if held.closing and not held.users)
-        for held in free:
-            del self.memory[held]
-        return free
+    @staticmethod
+    def _unused(memory: tuple[Held, ...]) -> tuple[Held, ...]:
+        return tuple(held for held in memory if held.closing and not held.users)
 
     def _unneeded(self, peer: str) -> str:
         known = self.peers[peer]
@@ -254,4 +267,3 @@ class Ledger:
         assert users.keys() <= self.memory.keys()
         for held in self.memory:
             assert held.users == users.get(held, 0)
-            assert held.users or not held.closing

@@ -16,6 +16,7 @@ from kvstrata.transfer.rdma.engine import Pieces
 class FakeTransfer:
     peer: str
     local: Pieces
+    handles: set[int]  #: memory that a piece lies in: an agent may have taken any of it
     state: str = "created"  #: created, running, done, failed
     released: bool = False
 
@@ -59,10 +60,9 @@ class FakeAgent:
 
     def deregister(self, handle: object) -> None:
         self._here()
-        address, nbytes, memory = self.memory.pop(handle)  # type: ignore[call-overload]
+        del self.memory[handle]  # type: ignore[arg-type]
         for transfer in self.running():
-            begin, end = transfer.local.address, transfer.local.address + transfer.local.length
-            if transfer.local.memory == memory and ((begin < address + nbytes) & (end > address)).any():
+            if handle in transfer.handles:
                 self.wrong.append(f"memory {handle} is gone under a transfer with {transfer.peer}")
 
     def load(self, metadata: bytes) -> str:
@@ -84,7 +84,15 @@ class FakeAgent:
         if peer not in self.peers or self.plan.get(peer) == "refused":
             raise AgentError(f"{peer} is not known, or not that memory of it")
         assert np.array_equal(local.length, remote.length)
-        self.transfers.append(FakeTransfer(peer, local))
+        begin, end = local.address, local.address + local.length
+        handles = {
+            handle
+            for handle, (address, nbytes, memory) in self.memory.items()
+            if memory == local.memory and ((begin >= address) & (end <= address + nbytes)).any()
+        }
+        if not handles:
+            self.wrong.append(f"a transfer with {peer} into memory that is not registered")
+        self.transfers.append(FakeTransfer(peer, local, handles))
         return self.transfers[-1]
 
     def post(self, transfer: object) -> bool:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.driver import Driver
 from kvstrata.transfer.rdma.engine import JobState, Pieces
 from kvstrata.transfer.rdma.envelope import seal
 from kvstrata.transfer.rdma.jobs import RailJob
-from kvstrata.transfer.rdma.ledger import SETTLED, Freed, Held, Ledger
+from kvstrata.transfer.rdma.ledger import POSTED_PER_PEER, SETTLED, Freed, Held, Ledger
 from kvstrata.transfer.rdma.pace import Pace
 from tests.transfer.rdma.fake_agent import FakeAgent
 
@@ -33,8 +33,18 @@ class Machine(RuleBasedStateMachine):
         self.agent, self.ledger = FakeAgent(), Ledger()
         self.driver = Driver("me", self.agent, self.ledger, threading.Lock(), Pace(self.now), LINGER_S)
         self.open: list[Held] = []
+        self.later: list[Freed] = []
         self.ends: dict[RailJob, int] = {}
         self.failed_at: dict[RailJob, float] = {}
+
+    @initialize()
+    def begin(self) -> None:
+        """Peers of every kind, and memory to read into."""
+        for peer, plan in zip(PEERS, ("at once", "later", "dies"), strict=True):
+            self.meet(peer)
+            self.becomes(peer, plan)
+        for at in (0, 4):
+            self.register(at, 3, False)
 
     # ------------------------------------------------------------ what callers do
 
@@ -45,15 +55,28 @@ class Machine(RuleBasedStateMachine):
         self.open.append(held)
         return held
 
+    @rule(which=st.integers(0, 7))
+    def close_any(self, which: int) -> None:
+        if self.open:
+            self.close_memory(self.open[which % len(self.open)])
+
     @rule(held=memory)
     def close_memory(self, held: Held) -> None:
         self._free(self.ledger.close(held))
         if held in self.open:
             self.open.remove(held)
 
+    @rule(held=memory)
+    def close_later(self, held: Held) -> None:
+        """The owner comes to it after the next turn."""
+        if held in self.open:
+            self.open.remove(held)
+            self.later.append(self.ledger.close(held))
+
     @rule(peer=st.sampled_from(PEERS))
     def meet(self, peer: str) -> None:
         assert self.driver.add_peer(seal("1.5.9", f"agent {peer}".encode())) == peer
+        assert not self.ledger.peers[peer].leaving
 
     @rule(peer=st.sampled_from(PEERS))
     def leave(self, peer: str) -> None:
@@ -68,15 +91,25 @@ class Machine(RuleBasedStateMachine):
     @rule(
         target=jobs,
         peer=st.sampled_from(PEERS),
-        pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 64)), min_size=1, max_size=4),
-        device=st.booleans(),
-        count=st.integers(1, 20),
+        pieces=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 64)), min_size=1, max_size=3),
+        which=st.integers(0, 7),
+        wild=st.integers(0, 9),
+        count=st.integers(1, POSTED_PER_PEER + 4),
+        posted=st.booleans(),
     )
-    def read(self, peer: str, pieces: list[tuple[int, int]], device: bool, count: int) -> Any:
-        memory = Memory("cuda", 1) if device else HOST
+    def read(self, peer: str, pieces: list[tuple[int, int]], which: int, wild: int, count: int, posted: bool) -> Any:
+        """Mostly into memory that is registered; ``posted``: with a turn of the owner right after."""
+        base, memory, rows = 4096, HOST, 11
+        known = list(self.ledger.memory)  # what is closing as well
+        if wild and known:
+            held = known[which % len(known)]
+            base, memory, rows = held.address, held.memory, held.nbytes // 64
         table = np.array(pieces, np.int64)
-        local = Pieces(4096 + table[:, 0] * 64, table[:, 1], memory)
-        return multiple(*[self._read(peer, local) for _ in range(count)])
+        local = Pieces(base + table[:, 0] % rows * 64, table[:, 1], memory)
+        jobs = [self._read(peer, local) for _ in range(count)]
+        if posted:
+            self.driver.post(self.now)
+        return multiple(*jobs)
 
     def _read(self, peer: str, local: Pieces) -> RailJob:
         job = RailJob(
@@ -115,6 +148,8 @@ class Machine(RuleBasedStateMachine):
     def turn(self, seconds: float) -> None:
         self.now += seconds
         self.driver.post(self.now)
+        while self.later:
+            self.driver.free(self.later.pop())
         self.driver.poll(self.now)
 
     @rule(peer=st.sampled_from(PEERS), count=st.integers(1, 20))
@@ -163,6 +198,7 @@ class Machine(RuleBasedStateMachine):
             self.agent.plan[peer] = "at once"
         for held in list(self.ledger.memory):
             self._free(self.ledger.close(held))
+        self.turn(0.0)
         while self.ledger.unsettled:
             before = self.ledger.unsettled
             for peer in PEERS:
@@ -177,5 +213,5 @@ class Machine(RuleBasedStateMachine):
         self.each_job_ends_once()
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestDriver = Machine.TestCase
