@@ -59,9 +59,13 @@ def test_what_one_stored_the_others_load(model: str, pool: RealPool, opened: Cal
         ("cuda", {"verify": "always"}),
         ("cpu", {"verify": "always"}),
         ("cuda", {"transport": "auto+faults:lose=0.5,seed=3"}),
+        ("cuda", {"layered_loads": "always"}),
+        ("cuda", {"layered_loads": "always", "transport": "auto+faults:corrupt=0.3,seed=3"}),
     ):
         reader = engine(device, masters=pool.address, store=False, **options)
         assert serve(reader, prompts, "device") == expected
         assert reader.stats().external_prefix_cache_hits > 0
+        if model == "tiny" and "layered_loads" in options:  # loads of several groups come before the step
+            assert reader.stats().connector["loads_layered"] > 0
         counters_are_zero(reader)
     counters_are_zero(first)

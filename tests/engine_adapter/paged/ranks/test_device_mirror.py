@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -46,6 +47,7 @@ class Inner:
         self.calls: list[object] = []
         self.seen: list[npt.NDArray[np.uint8]] = []
         self.outcomes: list[JobOutcome] = []
+        self.landed = True
 
     def _note(self, call: object) -> None:
         self.calls.append(call)
@@ -53,6 +55,10 @@ class Inner:
 
     def start(self, meta: ConnectorMeta) -> None:
         self._note(meta)
+
+    def wait_layer(self, layer: int) -> bool:
+        self._note(f"layer {layer}")
+        return self.landed
 
     def forward_ended(self) -> None:
         self._note("forward_ended")
@@ -129,6 +135,42 @@ def test_a_load_is_on_the_device_when_it_is_told_of() -> None:
     assert pair.mirror.take_output().outcomes == [ended(load, b"\x01\x00\x01\x00\x01")]
     loaded = pair.where(0, [5, 11]) | pair.where(1, [8])
     assert np.array_equal(pair.device, np.where(loaded, pair.host, before))
+
+
+def layered(*ids: int) -> Job:
+    return msgspec.structs.replace(job(JobKind.LOAD, (0, list(ids))), layered=True)
+
+
+def test_a_layer_of_a_load_beside_the_step_is_on_the_device_when_it_is_read() -> None:
+    pair, load = Pair(), layered(5, 2)
+    pair.mirror.start(ConnectorMeta(loads=[load]))
+    before, whole = pair.device.copy(), pair.where(0, [5, 2])
+    tensor = np.arange(pair.layout.memory_bytes) // (pair.layout.num_blocks * pair.layout.page_bytes)
+    for layer in range(3):
+        assert pair.mirror.wait_layer(layer)
+        assert np.array_equal(pair.device, np.where(whole & (tensor <= layer), pair.host, before))
+    pair.mirror.forward_ended()
+    pair.inner.outcomes = [ended(load, b"\1\1")]
+    came = pair.device.copy()
+    pair.host[:] ^= 1
+    pair.mirror.take_output()
+    assert np.array_equal(pair.device, came), "it crosses once"
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_of_a_load_beside_the_step_that_failed_what_came_is_on_the_device_at_its_end(landed: bool) -> None:
+    pair, load = Pair(), layered(5, 2)
+    pair.inner.landed = landed
+    pair.mirror.start(ConnectorMeta(loads=[load]))
+    before = pair.device.copy()
+    assert [pair.mirror.wait_layer(layer) for layer in range(3)] == [landed] * 3
+    assert landed or np.array_equal(pair.device, before)
+    pair.mirror.forward_ended()
+    pair.host[:] ^= 1
+    pair.inner.outcomes = [ended(load, b"\1\0")]
+    pair.mirror.take_output()
+    here = pair.where(0, [5])
+    assert np.array_equal(pair.device[here], pair.host[here])
 
 
 @settings(max_examples=40, deadline=None)
