@@ -29,7 +29,7 @@ class DeviceChoice(enum.StrEnum):
 
 
 class LoadChoice(enum.StrEnum):
-    """``--load-policy``."""
+    """``--load-policy``, ``--layered-loads``."""
 
     auto = "auto"
     always = "always"
@@ -94,6 +94,9 @@ def serve(
     load_policy: Annotated[
         LoadChoice, typer.Option(help="Load what is faster to load than to compute, or not.", rich_help_panel=_POOL)
     ] = LoadChoice.auto,
+    layered_loads: Annotated[
+        LoadChoice, typer.Option(help="Load beside the step that needs it, layer by layer.", rich_help_panel=_POOL)
+    ] = LoadChoice.auto,
     load_deadline_ms: Annotated[
         int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
     ] = 5_000,
@@ -136,6 +139,7 @@ def serve(
             pool=PoolConfig(
                 masters=pool or "",
                 load_policy=load_policy.value,
+                layered_loads=layered_loads.value,
                 load_deadline_ms=load_deadline_ms,
                 store=store,
             ),
