@@ -29,7 +29,8 @@ _RESERVED = int(BlockStatus.RESERVED)
 def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> None:
     """Let the node take the blocks; their region is registered with it. Fills ``status`` and ``durable``.
 
-    Memory on a device is hashed by the node. Raises :class:`KVError`; what is undecided then was not stored.
+    Memory on a device is hashed by the node, which takes its own checksums for those of the commit.
+    Raises :class:`KVError`; what is undecided then was not stored.
     """
     blocks = request.blocks
     hash_here = not blocks.region.memory.on_host
@@ -51,7 +52,7 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
     granted = np.flatnonzero(status == _RESERVED)
     if not len(granted):
         return
-    own = b"" if hash_here else hashed[-1][granted].tobytes()
+    own = (np.zeros(len(granted), np.uint64) if hash_here else hashed[-1][granted]).tobytes()
     commit = pb.Commit(reservation=reply.reservation, checksums=own)
     frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
     done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)

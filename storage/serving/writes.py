@@ -121,10 +121,12 @@ class WriteHandlers:
 
     def _commit(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Commit, frame)
-        checksums = u64s(message.checksums)
+        checksums: Sequence[int] = u64s(message.checksums)
         key = connection.owner.key
         with self._lock:
             reservation = self._state.find_reservation(key, message.reservation)
+            if reservation is not None and reservation.digests:
+                checksums = reservation.digests
             statuses = self._state.commit(key, message.reservation, checksums, message.mask or None, self._clock())
         durable = self._written_through(reservation, statuses) if reservation is not None else b""
         return self._committed(statuses, durable)
@@ -168,7 +170,9 @@ class WriteHandlers:
         if checksums:
             return self._pulled_and_committed(got, granted, [checksums[i] for i in granted], durable)
         if message.hash_here:
-            return self._pulled_and_committed(got, granted, None, durable)
+            # Not visible before the writer has heard that its bytes were read: it may have given up and reused them.
+            with self._moving(got.reservation):
+                got.reservation.digests = digests(got.reservation.blocks)
         return self._pulled(got, granted, durable)
 
     def _checked(self, message: pb.Pull, ask: WriteAsk, region: ClientRegion, checksums: Sequence[int]) -> Descriptors:
@@ -179,7 +183,7 @@ class WriteHandlers:
         return regions.read_descriptors(message.descriptors, count, message.pieces, entry.block_bytes, region.nbytes)
 
     def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes) -> Reply:
-        """The writer commits when it has hashed its bytes."""
+        """The writer commits when it has hashed its bytes, or has heard that this node has."""
         assert got.reservation is not None
         with self._lock:
             alive = self._moved(got.reservation)
@@ -190,17 +194,12 @@ class WriteHandlers:
         return _reserved(Reserved(got.status, None, got.delta_seq), durable)
 
     def _pulled_and_committed(
-        self, got: Reserved, granted: Sequence[int], expected: Sequence[int] | None, durable: bytes
+        self, got: Reserved, granted: Sequence[int], expected: Sequence[int], durable: bytes
     ) -> Reply:
-        """The writer had hashed its bytes before it asked, and may have given up and reused them since; or it cannot
-        (None), and what has come is what it wrote."""
+        """The writer had hashed its bytes before it asked, and may have given up and reused them since."""
         assert got.reservation is not None
-        wrong: list[int] = []
         with self._moving(got.reservation):
-            if expected is None:
-                expected = digests(got.reservation.blocks)
-            else:
-                wrong = mismatched(got.reservation.blocks, expected)
+            wrong = mismatched(got.reservation.blocks, expected)
         done = self._received(got.reservation, expected, wrong)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status

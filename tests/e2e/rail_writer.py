@@ -16,6 +16,7 @@ from functools import cache
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
@@ -59,7 +60,15 @@ def pull(
         pieces=1,
         hash_here=True,
     ).SerializeToString()
-    return list(expect(pb.ReserveOk, connection.call(Kind.PULL, message), Kind.RESERVE_OK).status)
+    answer = expect(pb.ReserveOk, connection.call(Kind.PULL, message), Kind.RESERVE_OK)
+    granted = [i for i, status in enumerate(answer.status) if status == BlockStatus.RESERVED]
+    status = list(answer.status)
+    if granted:
+        message = pb.Commit(reservation=answer.reservation, checksums=bytes(8 * len(granted))).SerializeToString()
+        done = expect(pb.CommitOk, connection.call(Kind.COMMIT, message), Kind.COMMIT_OK).status
+        for position, each in zip(granted, done, strict=True):
+            status[position] = each
+    return status
 
 
 def namespace(connection: Connection, block_bytes: int) -> int:

@@ -12,6 +12,7 @@ import xxhash
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.storage import node as node_module
 from kvstrata.storage.config import StorageConfig
@@ -100,7 +101,9 @@ class Writer:
         pieces: int = 1,
         salt: str = "",
         wrong: bool = False,
+        commit: bool = True,
     ) -> pb.ReserveOk:
+        """The node's answer; with ``hash_here`` it is committed too, and what the answer says is what came of that."""
         where = [self.numbers.index(number) for number in numbers]
         cuts = np.linspace(0, BLOCK_BYTES, pieces + 1).astype(np.int64)
         table = np.empty((len(where), pieces, 2), np.int64)
@@ -116,7 +119,18 @@ class Writer:
             hash_here=hash_here,
         )
         reply = self.connection.call(Kind.PULL, message.SerializeToString())
-        return expect(pb.ReserveOk, reply, Kind.RESERVE_OK)
+        answer = expect(pb.ReserveOk, reply, Kind.RESERVE_OK)
+        return self.committed(answer) if hash_here and commit and answer.reservation else answer
+
+    def committed(self, answer: pb.ReserveOk) -> pb.ReserveOk:
+        """The answer after a commit without checksums of the writer's own."""
+        granted = [i for i, status in enumerate(answer.status) if status == BlockStatus.RESERVED]
+        message = pb.Commit(reservation=answer.reservation, checksums=bytes(8 * len(granted))).SerializeToString()
+        done = expect(pb.CommitOk, self.connection.call(Kind.COMMIT, message), Kind.COMMIT_OK).status
+        status = bytearray(answer.status)
+        for position, each in zip(granted, done, strict=True):
+            status[position] = each
+        return pb.ReserveOk(status=bytes(status))
 
     def commit(self, reservation: int, numbers: Sequence[int]) -> list[int]:
         sums = np.array(self.digests(numbers), np.uint64).tobytes()

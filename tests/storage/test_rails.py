@@ -255,6 +255,15 @@ def test_blocks_arrive_as_they_were(node: StorageNode, writer: Writer, pieces: i
     until(lambda: quiet(node) or way == "hashed by the writer")
 
 
+def test_what_the_node_has_hashed_is_visible_when_its_writer_has_heard_of_it(node: StorageNode, writer: Writer) -> None:
+    """A writer that gave up meanwhile has reused its memory, and commits nothing."""
+    answer = writer.pull(range(2), hash_here=True, commit=False)
+    assert list(answer.status) == [RESERVED] * 2
+    assert writer.read(range(2)) == [None] * 2
+    assert list(writer.committed(answer).status) == [STORED] * 2
+    assert writer.read(range(2)) == expected(range(2))
+
+
 def test_checksums_are_the_writers_or_the_nodes_not_both(node: StorageNode, writer: Writer) -> None:
     with pytest.raises(InvalidArgument, match="checksums for 2 blocks"):
         writer.pull(range(2), checksums=True, hash_here=True)
