@@ -45,6 +45,7 @@ def turns(stack: ExitStack, results: Results, master: str, rails: str) -> list[T
     ways = [
         ("kvstrata-shm", "shm", "private"),
         ("kvstrata-shm, allocated", "shm", "shared"),
+        ("kvstrata-shm, staged", "shm", "device"),
         ("kvstrata-tcp", "tcp", "private"),
     ]
     if rails in TRANSPORT:
@@ -54,6 +55,7 @@ def turns(stack: ExitStack, results: Results, master: str, rails: str) -> list[T
             raise SystemExit(raw.problem)
         found.append(_roofline(results, raw, "nixl"))
         ways.append((f"kvstrata-{TRANSPORT[rails]}", TRANSPORT[rails], "private"))
+        ways.append((f"kvstrata-{TRANSPORT[rails]}, staged", TRANSPORT[rails], "device"))
     for system, transport, memory in ways:
         way = Way(system, master, transport, memory)
         stack.callback(way.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import signal
 import subprocess
@@ -16,18 +17,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
+sys.path.insert(1, str(Path(__file__).parents[1]))
 from cases import Round, measure
 from transfer_shapes import BYTES_MAX, Shape, engine_memory, random_bytes
 
 from kvstrata.client import Client, LoadResult, StoreResult
+from kvstrata.transfer.memory import Memory
+from tests.transfer.gpu.fake_device import fake_device
 
 ANY: Final = "127.0.0.1:0"
 HASH_BYTES: Final = 16
 #: Until a client reaches the node by the transport it was told.
 OPEN_S: Final = 20.0
 END_S: Final = 15.0
+_devices = itertools.count()
 
 
 class Missed(Exception):
@@ -80,27 +86,36 @@ def _daemon(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, 
 
 
 class Way:
-    """One client, one transport, one kind of memory to store from: "private", or "shared" (of ``client.allocate``)."""
+    """One client, one transport, one kind of engine memory: "private"; "shared" (stores from ``client.allocate``); or
+    "device": a stand-in on the CPU, so that every byte goes through the staging ring by gathers and scatters."""
 
     def __init__(self, system: str, master: str, transport: str, memory: str = "private") -> None:
         self.system = system
         self._client = Client(master, transport=transport, transfer_deadline_ms=20_000)
         self._count = 0
-        self._memory = memory
         self._bytes = random_bytes()
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self._client.close)
         try:
-            self._source = self._region()
-            self._target = self._client.register(engine_memory())
-            self._source.bytes[:] = self._bytes
+            self._source, given = self._region(memory)
+            self._target, self._got = self._region("private" if memory == "shared" else memory)
+            given[:] = self._bytes
             self.reached = self._reach()
         except BaseException:
-            self._client.close()
+            self._stack.close()
             raise
 
-    def _region(self) -> Any:
-        if self._memory == "shared":
-            return self._client.allocate(BYTES_MAX)
-        return self._client.register(engine_memory())
+    def _region(self, memory: str) -> tuple[Any, npt.NDArray[np.uint8]]:
+        """And the bytes in it."""
+        if memory == "shared":
+            region = self._client.allocate(BYTES_MAX)
+            return region, region.bytes
+        if memory == "device":
+            device = self._stack.enter_context(fake_device(BYTES_MAX + (1 << 20), Memory("cuda", next(_devices))))
+            array = device.empty((BYTES_MAX,))
+            return self._client.register(array), array.shadow
+        private = engine_memory()
+        return self._client.register(private), private
 
     def _reach(self) -> str:
         """Store and load until all is by the transport that was asked for; the transport in use, as health names it."""
@@ -130,10 +145,10 @@ class Way:
         try:
             _whole(client.store(namespace, "", keys[0], source))
             stored = measure([_call(client.store, namespace, key, source) for key in keys[1:]], nbytes)
-            self._target.bytes[: shape.nbytes] = 0
+            self._got[: shape.nbytes] = 0
             _whole(client.load(namespace, "", keys[0], target))
             loaded = measure([_call(client.load, namespace, key, target) for key in keys[1:]], nbytes)
-            assert (self._target.bytes[: shape.nbytes] == self._bytes[: shape.nbytes]).all(), "wrong bytes"
+            assert (self._got[: shape.nbytes] == self._bytes[: shape.nbytes]).all(), "wrong bytes"
         finally:
             for key in keys:
                 client.remove(namespace, "", key)
@@ -145,7 +160,7 @@ class Way:
         return b"".join(hashlib.blake2b(name, digest_size=HASH_BYTES).digest() for name in names)
 
     def close(self) -> None:
-        self._client.close()
+        self._stack.close()
 
 
 def _call(call: Callable[..., LoadResult | StoreResult], namespace: object, key: bytes, blocks: object) -> Any:
