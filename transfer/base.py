@@ -103,8 +103,9 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """``status``: u8[n]; ``durable``: bool[n], True where the node has the block flushed on SSD, None: nowhere.
-    No source byte is read after the call returns, but of blocks that are PENDING until all of ``pending`` have
-    settled; what is read late is never stored."""
+    What is read after the call has returned is never stored: over rdma a node that was late may still read blocks
+    that are LATE or NODE_LOST, so their memory stays mapped until it says that it does not (unregistering asks it).
+    Blocks that are PENDING must not be reused until all of ``pending`` have settled."""
 
     status: StatusArray
     bytes_moved: int = 0
