@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.proto.errors import Busy
+from kvstrata.proto.errors import Busy, Unavailable
 from kvstrata.transfer.rdma.engine import Job, RailEngine, Registration
 from kvstrata.transfer.rdma.pattern import pattern
 from kvstrata.transfer.regions import Region
@@ -51,6 +51,7 @@ class LocalMemory:
         self._engine = engine
         self._lock = threading.Lock()
         self._registered: dict[int, tuple[Registration, ...]] = {}
+        self._refused: dict[int, str] = {}
         self._free: defaultdict[int, list[Scratch]] = defaultdict(list)
         self._scratch_bytes = 0
         self._patterns: dict[int, Pattern] = {}
@@ -59,26 +60,37 @@ class LocalMemory:
         return region.id in self._registered
 
     def of(self, region: Region) -> tuple[Registration, ...]:
-        """Its registrations, one an extent; made when new. Raises :class:`Unavailable`, with what to do."""
+        """Its registrations, one an extent; made when new. Raises :class:`Unavailable`, with what to do.
+
+        What could not be registered is not tried again: that takes long, and what it lacks does not come by itself.
+        """
         found = self._registered.get(region.id)
         if found is not None:
             return found
         with self._lock:
+            if region.id in self._refused:
+                raise Unavailable(self._refused[region.id])
             if region.id not in self._registered:
-                made: list[Registration] = []
-                try:
-                    for address, nbytes in region.extents:
-                        made.append(self._engine.register(address, nbytes, region.memory))
-                except BaseException:
-                    for registration in made:
-                        registration.close()
-                    raise
-                self._registered[region.id] = tuple(made)
+                self._registered[region.id] = self._made(region)
             return self._registered[region.id]
+
+    def _made(self, region: Region) -> tuple[Registration, ...]:
+        made: list[Registration] = []
+        try:
+            for address, nbytes in region.extents:
+                made.append(self._engine.register(address, nbytes, region.memory))
+        except BaseException as error:
+            for registration in made:
+                registration.close()
+            if isinstance(error, Unavailable):
+                self._refused[region.id] = str(error)
+            raise
+        return tuple(made)
 
     def forget(self, region: Region) -> None:
         """Deregistered once no transfer names it any more. Safe twice."""
         with self._lock:
+            self._refused.pop(region.id, None)
             registrations = self._registered.pop(region.id, ())
         for registration in registrations:
             registration.close()
@@ -126,4 +138,8 @@ class LocalMemory:
     def health(self) -> dict[str, object]:
         with self._lock:
             free = sum(size * len(pieces) for size, pieces in self._free.items())
-            return {"registered": len(self._registered), "scratch_bytes_in_use": self._scratch_bytes - free}
+            return {
+                "registered": len(self._registered),
+                "not_registered": sorted(set(self._refused.values())),
+                "scratch_bytes_in_use": self._scratch_bytes - free,
+            }

@@ -277,3 +277,4 @@ def test_memory_that_cannot_be_registered_goes_another_way(world: World) -> None
     assert push(peer, rows) == [S.STORED] * COUNT
     assert peer.fetch(asked(rows)).status.tolist() == [S.LOADED] * COUNT
     assert up(peer), "other memory can still go over them"
+    assert world.transports[0].rail_health()["not_registered"] == ["memlock is too low: raise it"]
