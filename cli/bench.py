@@ -74,9 +74,10 @@ def _check_rails(transport: str) -> None:
     name = transport.partition("+")[0]
     if name in ("rdma", "rdma-cma"):
         from kvstrata.transfer.rdma.found import find_rails
-        from kvstrata.transfer.rdma.rails import RailMode, RailOptions
+        from kvstrata.transfer.rdma.rails import RailMode
+        from kvstrata.transfer.select import rail_options
 
-        find_rails(RailOptions(RailMode.ON if name == "rdma" else RailMode.CMA))
+        find_rails(rail_options(RailMode.ON if name == "rdma" else RailMode.CMA))
 
 
 class Run:

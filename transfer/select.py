@@ -8,6 +8,8 @@ of them puts the fault-injecting transport in front.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Final
 
 from kvstrata.proto.errors import InvalidArgument, Unavailable
@@ -25,6 +27,15 @@ CHOICES: Final = ("auto", "shm", "tcp", "rdma", "rdma-cma")
 _RAILS: Final = {"auto": RailMode.AUTO, "rdma": RailMode.ON, "rdma-cma": RailMode.CMA}
 
 
+def rail_options(mode: RailMode, environment: Mapping[str, str] = os.environ) -> RailOptions:
+    """What an engine's operator has set; cma is UCX's alone, and names no device."""
+    if mode is RailMode.CMA:
+        return RailOptions(mode)
+    devices = environment.get("KVSTRATA_RDMA_DEVICES", "")
+    named = tuple(name.strip() for name in devices.split(",") if name.strip())
+    return RailOptions(mode, environment.get("KVSTRATA_RDMA_BACKEND") or "UCX", named)
+
+
 class TransportChoice:
     """The transports of one client, in order of preference."""
 
@@ -38,7 +49,7 @@ class TransportChoice:
             self._transports.append(ShmTransport(identity))
         self._rdma: RdmaTransport | None = None
         if name in _RAILS:
-            self._rdma = RdmaTransport(identity, RailOptions(_RAILS[name]), only=name != "auto")
+            self._rdma = RdmaTransport(identity, rail_options(_RAILS[name]), only=name != "auto")
             self._transports.append(self._rdma)
         if name in ("auto", "tcp"):
             self._transports.append(TcpTransport(identity))
