@@ -123,10 +123,10 @@ def main() -> int:
                 for turn in order.sample(systems, len(systems)):
                     turn(shape)
             print(f"round {number + 1}/{options.rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-    rows = results.rows()
-    told = {"machine": machine, "rails": options.rails, "rounds": options.rounds, "repeated": results.repeated}
-    told |= {"rows": [row.as_dict() for row in rows], "idle": [one.as_dict() for one in idles]}
-    options.out.write_text(json.dumps(told, indent=1))
+            rows = results.rows()
+            told = {"machine": machine, "rails": options.rails, "rounds": number + 1, "repeated": results.repeated}
+            told |= {"rows": [row.as_dict() for row in rows], "idle": [one.as_dict() for one in idles]}
+            options.out.write_text(json.dumps(told, indent=1))
     say(rows)
     for one in idles:
         shares = f"node {one.node_percent} %, client {one.client_percent} %"

@@ -72,7 +72,7 @@ def random_bytes(nbytes: int = BYTES_MAX) -> npt.NDArray[np.uint8]:
 
 def engine_memory() -> npt.NDArray[np.uint8]:
     """u8[BYTES_MAX], private, in huge pages where the kernel gives them, and aligned as torch's memory and pinned
-    memory are. numpy's big arrays begin 16 bytes into a page, where the kernel's copies run at half their speed."""
+    memory are. numpy's big arrays begin 16 bytes into a page: copies to there run at half their speed."""
     memory = mmap.mmap(-1, BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
