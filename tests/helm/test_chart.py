@@ -15,6 +15,7 @@ from tests.helm.rendering import (
     OPERATORS,
     Object,
     Values,
+    chart,
     golden_text,
     helm,
     main_container,
@@ -170,3 +171,22 @@ def test_names_fit_however_long_the_release_is() -> None:
 )
 def test_the_notes_say_what_to_do(values: Values, said: str) -> None:
     assert said in rendered(values)["kvstrata/templates/NOTES.txt"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_policies_open_ports_that_are_there_and_http_to_no_client(name: str) -> None:
+    found = objects(SETS[name])
+    ports = {
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: main_container(each)["ports"]
+        for each in workloads(found)
+    }
+    clients = chart().merge_values(SETS[name])["networkPolicy"]["clients"]
+    for policy in [each for each in found if each["kind"] == "NetworkPolicy"]:
+        component = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        names = {port["containerPort"]: port["name"] for port in ports[component]}
+        assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+        for rule in policy["spec"]["ingress"]:
+            opened = {names[port["port"]] for port in rule["ports"]}
+            assert rule["from"], "an empty list lets everybody in"
+            if rule["from"] == clients:
+                assert opened == set(names.values()) - {"http"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import typer.main
 
 from kvstrata.cli.app import app
 from kvstrata.client import Client
-from tests.helm.pods import Running, arguments_of, close, environment_of, start
+from kvstrata.master.stores.redis_url import parse_redis_url
+from tests.helm.pods import Running, arguments_of, close, environment_of, local, start
 from tests.helm.rendering import Object, Values, main_container, objects, one, value_sets, workloads
 from tests.redis_server import RedisServer, needs_redis
 
@@ -30,7 +32,7 @@ def test_every_flag_is_one_of_the_command(name: str) -> None:
     for workload in workloads(objects(SETS[name])):
         container = main_container(workload)
         command, *flags = arguments_of(container, environment_of(container, FIELDS))
-        with commands[command].make_context(command, flags) as context:
+        with commands[command].make_context(command, list(flags)) as context:  # it takes what it has parsed
             assert context.args == []
         for flag in flags:
             assert "$(" not in flag, f"{flag} names a variable that the container has not"
@@ -132,6 +134,69 @@ def test_three_masters_on_a_redis_with_a_password(tmp_path: Path, running: conte
     assert masters.pop(first).end() == 0
     until(lambda: sum(leading()) == 1)
     assert node.probe("readinessProbe") == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "options"),
+    [
+        ("production", "rediss://kvstrata:***@redis.databases.svc:6379/0", {"replicas": 1}),
+        ("everything", "rediss+sentinel://kv:***@a:26379,b:26379/mymaster/0", {"sentinel_password": "sentinel"}),
+    ],
+)
+def test_the_state_that_the_flags_name_is_understood(
+    name: str, shown: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    container = main_container(one(objects(SETS[name]), "StatefulSet", "-master"))
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (each for each in mounted if each.startswith("/etc/")):
+        (tmp_path / path[1:]).mkdir(parents=True)
+        for file in ("ca.crt", "tls.crt", "tls.key"):
+            (tmp_path / path[1:] / file).touch()
+        (tmp_path / path[1:] / "password").write_text(Path(path).name)
+    arguments = local(arguments_of(container, environment_of(container, FIELDS)), tmp_path, "", mounted)
+    flags = dict(each.partition("=")[::2] for each in arguments)
+    address = parse_redis_url(flags["--state"], Path(flags["--state-password-file"]))
+    assert (str(address), address.password) == (shown, "redis")
+    assert address.ca and address.cert and address.key
+    assert {option: getattr(address, option) for option in options} == options
+
+
+def test_a_full_node_stays_within_its_limit(tmp_path: Path, running: contextlib.ExitStack) -> None:
+    """Of the smallest blocks, with little memory beside the pool: what a control group would count against it."""
+    devices = [{"hostPath": "/mnt/nvme0", "size": "128Mi"}]
+    tight: Values = {
+        **SMALL,
+        "memoryBase": "128Mi",
+        "blockBytes": "4Ki",
+        "ssd": {"devices": devices},
+        "drainSeconds": 0,
+    }
+    found = objects({"storage": tight})
+    master = run(running, one(found, "StatefulSet", "-master"), tmp_path / "m")
+    node = run(running, one(found, "DaemonSet", "-storage"), tmp_path / "n", master.ready["channel"])
+    until(lambda: active(master.ready["channel"]))
+    with contextlib.closing(Client(master.ready["channel"])) as client:
+        space = client.namespace("m", block_bytes=4096, block_tokens=16, hash_bytes=16)
+        rows = client.register(bytearray(1024 * 4096)).rows(space)
+        for batch in range(48):
+            hashes = [(batch * 1024 + n).to_bytes(16, "little") for n in range(1024)]
+            client.store(space, "s", hashes, rows)
+    sizes = dict(re.findall(r"^kvstrata_node_(dram_bytes_used|ssd_blocks) (\S+)$", node.get("/metrics")[1], re.M))
+    assert float(sizes["dram_bytes_used"]) > 48 << 20 and float(sizes["ssd_blocks"]) > 1000, "it is not full"
+    limit = node.container["resources"]["limits"]["memory"]
+    peak = sum(_peak_kib(process) for process in (node.process.pid, *_children(node.process.pid)))
+    assert peak << 10 < int(limit.removesuffix("Mi")) << 20
+    assert peak << 10 > 64 << 20, "the pool alone is more"
+
+
+def _peak_kib(pid: int) -> int:
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert found
+    return int(found[1])
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_masters_are_named_as_their_pods_are() -> None:
