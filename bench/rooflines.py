@@ -39,7 +39,7 @@ def memcpy_round(block_bytes: int, batch: int, *, hashed: bool, calls: int = 0) 
 
 
 def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """At a page's start, as slabs and engines' memory are: copies to where numpy begins, 16 bytes behind, are slower."""
+    """At a page's start, as slabs are; copies to 16 bytes behind it, where numpy's own memory begins, take longer."""
     spare = np.zeros(nbytes + mmap.PAGESIZE, np.uint8)
     start = -spare.ctypes.data % mmap.PAGESIZE
     return spare[start : start + nbytes]
