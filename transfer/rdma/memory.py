@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.errors import Busy, Unavailable
+from kvstrata.transfer.gpu.allocations import whole_allocations
+from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.rdma.engine import Job, RailEngine, Registration
 from kvstrata.transfer.rdma.pattern import pattern
 from kvstrata.transfer.regions import Region
@@ -60,8 +63,9 @@ class LocalMemory:
         return region.id in self._registered
 
     def of(self, region: Region) -> tuple[Registration, ...]:
-        """Its registrations, one an extent; made when new. Raises :class:`Unavailable`, with what to do.
+        """Its registrations, one an extent, on a device one an allocation; made when new.
 
+        Raises :class:`Unavailable`, with what to do.
         What could not be registered is not tried again: that takes long, and what it lacks does not come by itself.
         """
         found = self._registered.get(region.id)
@@ -77,7 +81,7 @@ class LocalMemory:
     def _made(self, region: Region) -> tuple[Registration, ...]:
         made: list[Registration] = []
         try:
-            for address, nbytes in region.extents:
+            for address, nbytes in _to_register(region):
                 made.append(self._engine.register(address, nbytes, region.memory))
         except BaseException as error:
             for registration in made:
@@ -143,3 +147,10 @@ class LocalMemory:
                 "not_registered": sorted(set(self._refused.values())),
                 "scratch_bytes_in_use": self._scratch_bytes - free,
             }
+
+
+def _to_register(region: Region) -> Sequence[tuple[int, int]]:
+    """(address, bytes)."""
+    if region.memory.on_host:
+        return region.extents
+    return whole_allocations(runtime_of(region.memory), region.extents)

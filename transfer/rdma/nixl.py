@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstrata.proto.errors import ConfigError, Unavailable
+from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.agent import AgentError, PeerGone
 from kvstrata.transfer.rdma.engine import Pieces
@@ -96,6 +97,8 @@ class NixlAgent:
             return bytes(self._agent.getLocalPartialMD(none, True, self._backends))
 
     def register(self, address: int, nbytes: int, memory: Memory) -> object:
+        if not memory.on_host:
+            _retain(memory)
         memories = self._b.nixlRegDList(self._segment(memory), [(address, nbytes, memory.device, "")])
         with self._told(f"{nbytes} bytes of {memory.spelled() or 'host'} memory cannot be registered"):
             self._check(self._agent.registerMem(memories, self._backends))
@@ -199,6 +202,14 @@ def cma_transports(environment: Mapping[str, str], nvidia: Path) -> str:
     if chosen := environment.get("UCX_TLS"):
         return chosen
     return CMA_TRANSPORTS + (CUDA_TRANSPORTS if nvidia.exists() else "")
+
+
+def _retain(memory: Memory) -> None:
+    """The device's context is current in this thread, where NIXL and UCX look for it."""
+    try:
+        runtime_of(memory).retain()
+    except Unavailable as error:
+        raise AgentError(f"{memory.spelled()} memory cannot be registered: {error}") from error
 
 
 def _errors(native: Any) -> tuple[type[Exception], ...]:
