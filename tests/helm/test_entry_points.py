@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import subprocess
@@ -164,25 +165,24 @@ def test_the_state_that_the_flags_name_is_understood(
 def test_a_full_node_stays_within_its_limit(tmp_path: Path, running: contextlib.ExitStack) -> None:
     """Of the smallest blocks, with little memory beside the pool: what a control group would count against it."""
     devices = [{"hostPath": "/mnt/nvme0", "size": "128Mi"}]
-    tight: Values = {
-        **SMALL,
-        "memoryBase": "128Mi",
-        "blockBytes": "4Ki",
-        "ssd": {"devices": devices},
-        "drainSeconds": 0,
-    }
-    found = objects({"storage": tight})
+    tight: Values = {"memoryBase": "128Mi", "blockBytes": "4Ki", "ssd": {"devices": devices}, "drainSeconds": 0}
+    found = objects({"storage": {**SMALL, **tight}})
     master = run(running, one(found, "StatefulSet", "-master"), tmp_path / "m")
     node = run(running, one(found, "DaemonSet", "-storage"), tmp_path / "n", master.ready["channel"])
     until(lambda: active(master.ready["channel"]))
     with contextlib.closing(Client(master.ready["channel"])) as client:
         space = client.namespace("m", block_bytes=4096, block_tokens=16, hash_bytes=16)
         rows = client.register(bytearray(1024 * 4096)).rows(space)
-        for batch in range(48):
-            hashes = [(batch * 1024 + n).to_bytes(16, "little") for n in range(1024)]
+        numbers = itertools.count()
+
+        def full() -> bool:
+            hashes = [next(numbers).to_bytes(16, "little") for _ in range(1024)]
             client.store(space, "s", hashes, rows)
-    sizes = dict(re.findall(r"^kvstrata_node_(dram_bytes_used|ssd_blocks) (\S+)$", node.get("/metrics")[1], re.M))
-    assert float(sizes["dram_bytes_used"]) > 48 << 20 and float(sizes["ssd_blocks"]) > 1000, "it is not full"
+            metrics = node.get("/metrics")[1]
+            used = dict(re.findall(r"^kvstrata_node_(dram_bytes_used|ssd_blocks) (\S+)$", metrics, re.M))
+            return float(used["dram_bytes_used"]) > 48 << 20 and float(used["ssd_blocks"]) > 16_000
+
+        until(full, 60.0)
     limit = node.container["resources"]["limits"]["memory"]
     peak = sum(_peak_kib(process) for process in (node.process.pid, *_children(node.process.pid)))
     assert peak << 10 < int(limit.removesuffix("Mi")) << 20
