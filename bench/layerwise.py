@@ -2,7 +2,8 @@
 
 ``python bench/layerwise.py [--rounds N] [--transport T] [--shapes MODEL:PREFIX:REST,...] [--json]``. The bundled engine
 on a CPU and one node on this host. Three engines take turns at the same prompts: one that loads first and computes
-then, one that does both at once, one that chooses. Medians over rounds, and the median of each round's ratio.
+then, one that does both at once, one that chooses. Medians over rounds, the median of each round's ratio, and the
+ratio of the quickest ones, which other work on the machine disturbs least.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -115,12 +117,14 @@ def measure(shape: str, rounds: int, transport: str, folder: Path) -> dict[str, 
         **{f"{way}_ms": 1e3 * statistics.median(times[way]) for way in WAYS},
         "always_to_never": statistics.median(a / b for a, b in zip(times["always"], times["never"], strict=True)),
         "auto_to_never": statistics.median(a / b for a, b in zip(times["auto"], times["never"], strict=True)),
+        "quickest": min(times["always"]) / min(times["never"]),
         "auto_layered": stats["auto"]["loads_layered"] / stats["auto"]["loads"],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with this
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--shapes", default=SHAPES, help="model:prefix tokens:rest tokens, comma-separated")
@@ -138,7 +142,7 @@ def main() -> None:
             f"{row['model']:5s} {row['prefix']:6d} {row['rest']:5d} {row['load_mb']:5.0f} | {row['load_ms']:7.1f} "
             f"{row['compute_ms']:8.1f} {row['waited_ms']:7.1f} | {row['never_ms']:10.1f} {row['always_ms']:6.1f} "
             f"{row['auto_ms']:6.1f}    | {row['always_to_never']:9.2f}  {row['auto_to_never']:9.2f} "
-            f"({row['auto_layered']:.0%} by layers)",
+            f"({row['auto_layered']:.0%} by layers); quickest {row['quickest']:.2f}",
             flush=True,
         )
 

@@ -57,8 +57,8 @@ def test_loads_beside_the_forward_pass_change_no_token(
     counters_are_zero(engine)
     seen = engine.stats()
     assert 0 < seen.connector["loads_layered"] == seen.connector["loads"] == seen.connector["loads_ended"]
-    assert seen.connector["loads_layered_failed"] == 0 and seen.connector["load_waited_seconds"] > 0
-    assert seen.external_prefix_cache_hits == seen.connector["load_tokens"] > 0
+    assert seen.connector["load_waited_seconds"] > 0
+    assert seen.external_prefix_cache_hits == seen.connector["load_tokens"] == seen.connector["load_tokens_asked"] > 0
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 1.0])

@@ -42,6 +42,7 @@ def client() -> ScriptedClient:
 @pytest.fixture
 def engine(client: ScriptedClient) -> Iterator[Engine]:
     made = Engine(client, LAYERS, chunk_blocks=1)
+    made.side._layered = LayeredLoads(stand_still_s=60)  # however busy the machine is
     yield made
     made.close()
 
@@ -99,10 +100,8 @@ def test_a_block_that_does_not_come_is_told_of_at_the_end_of_the_step(
     assert [outcome.done for outcome in engine.side.take_output().outcomes] == [b"\1\0\1"]
 
 
-def test_a_step_stands_still_for_so_long_and_no_longer(
-    engine: Engine, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.side, "_layered", LayeredLoads(stand_still_s=0.05))
+def test_a_step_stands_still_for_so_long_and_no_longer(engine: Engine, client: ScriptedClient) -> None:
+    engine.side._layered = LayeredLoads(stand_still_s=0.05)
     stored(engine, 2)
     client.loading.shut()
     engine.side.start(load(2, 2))
@@ -117,8 +116,7 @@ def test_a_step_stands_still_for_so_long_and_no_longer(
     assert engine.outcome(2).done == b"\1\1"
 
 
-def test_jobs_that_never_begin_hold_nobody_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.side, "_layered", LayeredLoads(stand_still_s=60))
+def test_jobs_that_never_begin_hold_nobody_up(engine: Engine) -> None:
     meta = load(2, 3)
     bad = load(3, 3, first=62)
     engine.side.start(ConnectorMeta(loads=[*bad.loads, *meta.loads]))
