@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,6 @@ log = get_logger(__name__)
 
 #: Nodes whose rails are opened at a time.
 OPENING_THREADS: Final = 4
-#: An agent that could not be opened is tried again at the next client: what stands in the way does not go by itself.
 ENGINE_CLOSE_S: Final = 2.0
 
 Opener = Callable[[str, Rails, RailOptions], RailEngine]
@@ -82,10 +82,13 @@ class ClientRails:
         if self._pid != os.getpid():
             raise Closed("this client belongs to the parent process: open a new one after fork")
         with self._lock:
-            if self._closed:
-                raise Closed("the client is closed")
-            if self._agent is None:
+            if self._agent is None and not self._closed:
                 self._agent = self._open()
+                for region in list(self._regions.values()):
+                    self._register(self._agent, region)
+            if self._closed or self._agent is None:
+                self._end()
+                raise Closed("the client is closed")
             return self._agent
 
     def _open(self) -> Agent:
@@ -100,10 +103,16 @@ class ClientRails:
             self._problem = f"no agent: {error}"
             log.warning("rails not opened", reason=self._problem)
             raise Unavailable(self._problem) from error
-        agent = Agent(engine, LocalMemory(engine))
-        for region in list(self._regions.values()):
-            self._register(agent, region)
-        return agent
+        return Agent(engine, LocalMemory(engine))
+
+    def warm_up(self) -> None:
+        """Begin to open the agent in the background: what it is made of takes a second to load the first time."""
+        if self.rails().kind and self._agent is None:
+            self.submit(self._warm)
+
+    def _warm(self) -> None:
+        with suppress(KVError):  # it is kept, and said to whoever asks for the agent
+            self.opened()
 
     def submit(self, call: Callable[[], None]) -> bool:
         """Run it in the background; False when the client is closed."""
@@ -153,8 +162,17 @@ class ClientRails:
         """End the agent; transfers that have not settled get a bounded time. Does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        with self._lock:
-            self._closed, agent = True, self._agent
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._lock.acquire(timeout=ENGINE_CLOSE_S):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+        else:
+            log.warning("an agent is being opened while its client closes: it ends when it is open")
+
+    def _end(self) -> None:
+        agent, self._agent = self._agent, None
         if agent is not None:
             agent.engine.close(ENGINE_CLOSE_S)

@@ -35,6 +35,8 @@ class RdmaTransport:
         self._tcp = TcpTransport(identity)
         self._own = own or ClientRails(identity.name, options)
         self._peers: weakref.WeakSet[RdmaPeer] = weakref.WeakSet()
+        if only:
+            self._own.warm_up()
 
     def reaches(self, endpoint: Endpoint) -> bool:
         if self._only:
@@ -44,6 +46,7 @@ class RdmaTransport:
         return bool(kind) and near and bool(endpoint.channel)
 
     def connect(self, endpoint: Endpoint) -> RdmaPeer:
+        self._own.warm_up()
         peer = RdmaPeer(self._tcp.connect(endpoint), self._own, only=self._only)
         self._peers.add(peer)
         return peer
