@@ -20,6 +20,7 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide, make_worker_side
+from kvstrata.transfer.rdma.found import cma_problem, nixl_problem
 from tests.e2e.real_pool import RealPool, keys, payload, until
 
 WIDTH = 32
@@ -102,12 +103,15 @@ class Rank:
 
 
 Engines = Callable[..., Rank]
+NO_RAILS = nixl_problem() or cma_problem()
+RAILS = () if NO_RAILS else ("--rdma", "cma")
+CMA = pytest.param("rdma-cma", marks=pytest.mark.skipif(bool(NO_RAILS), reason=NO_RAILS))
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
     """One pool for the tests that break nothing; each has chains of its own."""
-    pool = RealPool(tmp_path_factory.mktemp("pool"))
+    pool = RealPool(tmp_path_factory.mktemp("pool"), options=RAILS)
     yield pool
     pool.end()
 
@@ -115,7 +119,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
 @pytest.fixture
 def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RealPool]:
     """A pool to break."""
-    pool = RealPool(tmp_path, nodes=getattr(request, "param", 1))
+    pool = RealPool(tmp_path, nodes=getattr(request, "param", 1), options=RAILS)
     yield pool
     pool.end()
 
@@ -168,7 +172,7 @@ def _present(rank: Rank, part: GroupBlocks) -> int:
 # -------------------------------------------------------------------- right bytes
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", CMA])
 def test_two_engines_two_groups_scattered_blocks(engine: Engines, transport: str) -> None:
     plan = layout(FULL, WINDOW)
     writer, reader = engine(plan, transport=transport), engine(plan, transport=transport)
@@ -290,13 +294,14 @@ def test_close_gives_everything_back(engine: Engines, shared: RealPool) -> None:
 # -------------------------------------------------------------------- what dies and comes back
 
 
+@pytest.mark.parametrize("transport", ["tcp", CMA])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_lost_during_loads(engine: Engines, pool: RealPool, number: int) -> None:
+def test_a_node_lost_during_loads(engine: Engines, pool: RealPool, number: int, transport: str) -> None:
     """Loads run back to back while it goes: each ends in time, with right bytes where it says so."""
     plan = layout()
     part = blocks("c", scattered(600, 1))
     share(engine(plan), part)
-    reader = engine(plan, transport="tcp")
+    reader = engine(plan, transport=transport)
     right = bytes_of(part, plan)
     lost = 0
     for round_ in range(12):
