@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -139,7 +140,8 @@ def test_a_store_waits_for_the_forward_pass_on_the_engines_stream(rank: DeviceRa
         rank.stream.queue(lambda: rank.write(blocks.block_ids, rows))
         job = rank.start(JobKind.STORE, blocks)
         rank.side.forward_ended()  # the host is done; the device has not begun
-    assert device.runtime.launches["gather"] == 0
+    time.sleep(0.2)  # were it to go on without the device, it would by now
+    assert not rank.side.take_output().outcomes and device.runtime.launches["gather"] == 0
     rank.stream.run()
     assert rank.outcome(job).done == b"\1\1\1"
     other = msgspec.structs.replace(blocks, block_ids=[20, 21, 22])
@@ -166,6 +168,8 @@ def test_a_load_waits_for_the_last_use_of_its_blocks(rank: DeviceRank) -> None:
         rank.stream.queue(lambda: rank.write([40, 41], np.zeros((2, BLOCK_BYTES), np.uint8)))  # a pass not run yet
         job = rank.start(JobKind.LOAD, into)
         rank.stream.queue(lambda: None)  # this step's own, beside which the load runs
+    time.sleep(0.2)  # were it to go on without the device, it would by now
+    assert not rank.side.take_output().outcomes
     rank.stream.run(2)
     assert rank.outcome(job).done == b"\1\1"
     assert (rank.read([40, 41]) == rows).all()

@@ -36,6 +36,7 @@ class DictPeer:
         self.blocks: dict[bytes, bytes] = {}
         self.statuses: dict[bytes, BlockStatus] = {}
         self.durable: set[bytes] = set()
+        self.untold: set[bytes] = set()  #: blocks that come with the answer only, and in no range before it
         self.pending: tuple[Landing, ...] = ()
         self.fetches: list[Fetch] = []
         self.pushes: list[Push] = []
@@ -55,7 +56,7 @@ class DictPeer:
             for i in np.flatnonzero(status == LOADED).tolist():
                 _put(request.blocks, i, self.blocks[keys[i]], low, high)
             if request.landed is not None:
-                request.landed(part, status == LOADED)
+                request.landed(part, (status == LOADED) & [key not in self.untold for key in keys])
             low = high
         for i, key in enumerate(keys):  # a verdict that comes after the bytes
             if key in self.statuses:

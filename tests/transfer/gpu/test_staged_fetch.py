@@ -268,11 +268,10 @@ def test_a_scatter_comes_after_the_mark_that_its_blocks_carry_and_after_nothing_
         engine.queue(lambda: None)  # the next step, which nobody runs
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(world.fetch, NS, hashes, rows.coming_after(mark))
-        deadline = time.monotonic() + 10
-        while len(world.node.fetches) < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        assert not shadow.any() and not future.done()
+        with pytest.raises(TimeoutError):
+            future.result(0.3)
+        assert len(world.node.fetches) == 1, "the network does not wait for the device"
+        assert not shadow.any()
         engine.run(2)
         assert future.result(10).status.tolist() == [LOADED] * 2
     assert (shadow == data).all()
@@ -324,6 +323,27 @@ def test_a_range_that_the_device_has_not_is_not_told_of(world: World) -> None:
             assert not told
         assert future.result(10).status.tolist() == [LOADED] * 4
     assert told == [4, 4]
+
+
+def test_what_no_range_told_of_comes_with_the_answer(world: World) -> None:
+    hashes, data, rows, shadow = filled(world, 2)
+    world.node.untold = {names(2)[1]}
+    masks: list[list[bool]] = []
+    fetched = world.fetch(NS, hashes, rows, parts=(256, SIZE), landed=lambda k, mask: masks.append(mask.tolist()))
+    assert fetched.status.tolist() == [LOADED] * 2 and (shadow == data).all()
+    assert len(masks) == 2
+
+
+def test_a_transport_that_tells_of_ranges_does_not_wait_for_the_device(world: World) -> None:
+    hashes, data, rows, shadow = filled(world, 4)
+    reached = threading.Event()
+    world.node.between = lambda part: reached.set() if part == 2 else None
+    with ThreadPoolExecutor(1) as pool:
+        with world.device.runtime.hold("scatter"):
+            future = pool.submit(world.fetch, NS, hashes, rows, parts=(256, 512, SIZE), landed=lambda k, mask: None)
+            assert reached.wait(10)
+        assert future.result(10).status.tolist() == [LOADED] * 4
+    assert (shadow == data).all()
 
 
 def test_a_block_that_is_corrupt_after_its_ranges_came_is_not_loaded(world: World) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,10 +165,10 @@ def test_a_gather_comes_after_the_mark_that_its_blocks_carry_and_after_nothing_e
         engine.queue(lambda: array.shadow.__setitem__(slice(None), fresh))  # type: ignore[attr-defined]  # forward pass
         mark = world.device.runtime.mark()
         engine.queue(lambda: None)  # the next step, which nobody runs
-    begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(lambda: (begun.set(), world.push(NS, b"".join(keys), view.coming_after(mark)))[1])
-        assert begun.wait(10)
+        future = pool.submit(world.push, NS, b"".join(keys), view.coming_after(mark))
+        with pytest.raises(TimeoutError):
+            future.result(0.3)
         engine.run(2)
         assert future.result(10).status.tolist() == [STORED] * 2
     assert [world.node.blocks[key] for key in keys] == [row.tobytes() for row in fresh] != rows
