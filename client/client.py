@@ -153,7 +153,13 @@ class Client:
         return opened
 
     def register(self, buffer: Any) -> Region:
-        """Name memory for transfers: anything contiguous with a buffer or an array interface; no copy."""
+        """Name memory for transfers: anything contiguous with a buffer or an array interface; no copy.
+
+        Arrays on a GPU (cupy, torch, numba, DLPack) too, and a list of them, on one GPU, as one region that spans
+        them all. Loads into them and stores from them come after what the calling thread's current stream has queued
+        by then, and wait for it, not the stream for them. Raises :class:`InvalidArgument` for memory that cannot be
+        named, :class:`Unavailable`, with what to install, when nothing here reaches the GPU.
+        """
         self._check_usable()
         return self._memory.register(buffer)
 

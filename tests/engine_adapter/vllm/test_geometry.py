@@ -91,3 +91,13 @@ def test_a_group_that_is_not_pooled_has_no_pieces_and_needs_no_tensors() -> None
 def test_a_layer_without_a_tensor_is_named() -> None:
     with pytest.raises(InvalidArgument, match="no KV tensor for b"):
         engine_memory([["a", "b"]], [True], {"a": tensor_in((0, 1, 2, 3))}, BLOCKS)
+
+
+def test_tensors_of_torch_on_a_cpu_are_memory_of_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.zeros(2, BLOCKS, TOKENS, CHANNELS) for name in ("a", "b")}
+    memory = engine_memory([["a", "b"]], [True], tensors, BLOCKS)
+    assert not memory.device and memory.registered is memory.bytes
+    offset, length = memory.tables[0][3, 2].tolist()  # K of block 3 in b
+    memory.bytes[offset : offset + length] = np.full(length // 4, 2, np.float32).view(np.uint8)
+    assert float(tensors["b"][0, 3].min()) == 2 and float(tensors["b"][0, 2].max()) == 0
