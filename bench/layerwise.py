@@ -86,7 +86,9 @@ def measure(shape: str, rounds: int, transport: str, folder: Path) -> dict[str, 
         writer = Engine.create(config(model, length, pool.address, "never", "auto", store=True))
         writer.generate([[*beginning, 1]], SamplingParams(max_tokens=1))
         settle(writer)
+        stored = writer.stats().connector["store_blocks"]
         writer.close()
+        assert stored >= prefix // BLOCK, f"{stored} of {prefix // BLOCK} blocks were stored"
         for way in WAYS:
             engines[way] = Engine.create(config(model, length, pool.address, way, transport, store=False))
         times: dict[str, list[float]] = {way: [] for way in WAYS}
