@@ -16,6 +16,10 @@ class PeerGone(AgentError):
     """The other agent died, or its connection did."""
 
 
+class BadMetadata(AgentError):
+    """This is not what another agent says of itself."""
+
+
 class Agent(Protocol):
     """One agent with one backend. Not thread-safe: all calls come from the owner thread. All raise AgentError.
 
@@ -34,7 +38,7 @@ class Agent(Protocol):
     def deregister(self, handle: object) -> None: ...
 
     def load(self, metadata: bytes) -> str:
-        """Learn of an agent, or more of it; its name."""
+        """Learn of an agent, or more of it; its name. Raises :class:`BadMetadata` for what never will be one."""
 
     def forget(self, peer: str) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import Final
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.memory import Memory
-from kvstrata.transfer.rdma.agent import Agent, AgentError
+from kvstrata.transfer.rdma.agent import Agent, AgentError, BadMetadata
 from kvstrata.transfer.rdma.envelope import seal, unseal
 from kvstrata.transfer.rdma.jobs import RailJob
 from kvstrata.transfer.rdma.ledger import PEERS_MAX, Freed, Held, Ledger
@@ -71,8 +71,10 @@ class Driver:
                 raise Unavailable(f"{PEERS_MAX} agents are known here already")
         try:
             name = self.agent.load(unseal(self.agent.version, metadata))
-        except AgentError as error:
+        except BadMetadata as error:
             raise InvalidArgument(str(error)) from error
+        except AgentError as error:
+            raise Unavailable(str(error)) from error
         with self._lock:
             self._ledger.meet(name)
         return name

@@ -38,7 +38,7 @@ class JobState(Enum):
     WAITING = "waiting"  #: not posted yet: it can still be dropped
     POSTED = "posted"  #: bytes may move at any time
     DONE = "done"
-    FAILED = "failed"  #: the peer is gone, or refused it; no byte moves any more
+    FAILED = "failed"  #: no byte moves any more; the peer is gone, or not reached: remove it and add it again
     DROPPED = "dropped"  #: it was never posted
 
 
@@ -90,7 +90,8 @@ class RailEngine(Protocol):
         """Raises :class:`Unavailable` with what to do (memlock, ...) when the memory cannot be registered."""
 
     def add_peer(self, metadata: bytes) -> str:
-        """Its agent's name; once more adds to what is known of it. Raises :class:`InvalidArgument` for garbage."""
+        """Its agent's name; once more adds to what is known of it. Raises :class:`InvalidArgument` for garbage,
+        :class:`VersionMismatch` for another NIXL, :class:`Unavailable` when it cannot be reached."""
 
     def remove_peer(self, name: str) -> None:
         """Forget an agent. Jobs with it that were posted are left to settle. Safe twice."""

@@ -205,14 +205,15 @@ class Ledger:
         """Hold all registrations that a piece lies in; False, and none, when a piece lies in no open one."""
         pieces = transfer.local
         begin, end = pieces.address, pieces.address + pieces.length
-        found, inside = [], np.zeros(len(begin), np.bool_)
         low, high = (int(begin.min()), int(end.max())) if len(begin) else (0, 0)
+        found, inside = [], np.zeros(len(begin), np.bool_)
         for held in self.memory:
             last = held.address + held.nbytes
             if held.memory != pieces.memory or last <= low or held.address >= high:
                 continue
-            here = (begin >= held.address) & (end <= last)
-            if here.any():
+            whole = held.address <= low and high <= last
+            here = whole or (begin >= held.address) & (end <= last)
+            if np.any(here):
                 found.append(held)
                 if not held.closing or held in transfer.holds:
                     inside |= here

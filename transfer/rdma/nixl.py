@@ -22,7 +22,7 @@ import numpy as np
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.memory import HOST, Memory
-from kvstrata.transfer.rdma.agent import AgentError, PeerGone
+from kvstrata.transfer.rdma.agent import AgentError, BadMetadata, PeerGone
 from kvstrata.transfer.rdma.engine import Pieces
 from kvstrata.transfer.rdma.rails import RailOptions, Rails
 
@@ -80,8 +80,8 @@ class NixlAgent:
         self._gone = self._b.nixlRemoteDisconnectError
         with self._told(f"agent {name} could not be made"):
             self._agent: Any = self._b.nixlAgent(name, config)
-            known, _ = self._agent.getPluginParams(options.backend)
-            with _transports(rails):
+            with _told_ucx(rails):
+                known, _ = self._agent.getPluginParams(options.backend)
                 chosen = {**known, **backend_options(rails, options)}
                 self._backends = [self._agent.createBackend(options.backend, chosen)]
         # Held once more: a forked child, or an interpreter that ends, must not end what a device still writes for.
@@ -113,8 +113,11 @@ class NixlAgent:
             self._check(self._agent.deregisterMem(handle, self._backends))
 
     def load(self, metadata: bytes) -> str:
-        with self._told("an agent's metadata cannot be read"):
-            return str(self._agent.loadRemoteMD(metadata).decode())
+        with self._told("another agent cannot be met"):
+            try:
+                return str(self._agent.loadRemoteMD(metadata).decode())
+            except (self._b.nixlMismatchError, self._b.nixlInvalidParamError) as error:
+                raise BadMetadata(f"an agent's metadata cannot be read: {error}") from error
 
     def forget(self, peer: str) -> None:
         with self._told(f"agent {peer} cannot be forgotten"):
@@ -167,6 +170,8 @@ class NixlAgent:
     def _told(self, what: str) -> Iterator[None]:
         try:
             yield
+        except BadMetadata:
+            raise
         except self._gone as error:
             raise PeerGone(f"{what}: {error}") from error
         except self._errors as error:
@@ -185,23 +190,27 @@ def backend_options(rails: Rails, options: RailOptions) -> dict[str, str]:
 
 
 @contextmanager
-def _transports(rails: Rails) -> Iterator[None]:
-    """UCX_TLS for cma, which a backend option cannot spell, while the backend is made; one that is set stays."""
+def _told_ucx(rails: Rails) -> Iterator[None]:
+    """While the plugin is loaded and the backend made: what UCX takes from the environment alone."""
     with _environment:
-        if rails.kind != "cma" or "UCX_TLS" in os.environ:
-            yield
-            return
-        os.environ["UCX_TLS"] = cma_transports(os.environ, _NVIDIA)
+        added = ucx_environment(rails, os.environ, _NVIDIA)
+        os.environ.update(added)
         try:
             yield
         finally:
-            del os.environ["UCX_TLS"]
+            for name in added:
+                del os.environ[name]
 
 
-def cma_transports(environment: Mapping[str, str], nvidia: Path) -> str:
-    if chosen := environment.get("UCX_TLS"):
-        return chosen
-    return CMA_TRANSPORTS + (CUDA_TRANSPORTS if nvidia.exists() else "")
+def ucx_environment(rails: Rails, environment: Mapping[str, str], nvidia: Path) -> dict[str, str]:
+    """What is to be added to ``environment``; what the user has set stays.
+
+    Standard output is the program's: UCX would log there. Transports for cma are a list, which no option can spell.
+    """
+    told = {"UCX_LOG_FILE": "stderr"}
+    if rails.kind == "cma":
+        told["UCX_TLS"] = CMA_TRANSPORTS + (CUDA_TRANSPORTS if nvidia.exists() else "")
+    return {name: value for name, value in told.items() if name not in environment}
 
 
 def _retain(memory: Memory) -> None:

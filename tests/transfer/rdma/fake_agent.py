@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstrata.transfer.memory import Memory
-from kvstrata.transfer.rdma.agent import AgentError, PeerGone
+from kvstrata.transfer.rdma.agent import AgentError, BadMetadata, PeerGone
 from kvstrata.transfer.rdma.engine import Pieces
 
 
@@ -68,7 +68,9 @@ class FakeAgent:
     def load(self, metadata: bytes) -> str:
         self._here()
         if not metadata.startswith(b"agent "):
-            raise AgentError("garbage")
+            raise BadMetadata("garbage")
+        if metadata == b"agent dead":
+            raise AgentError("connection refused")
         name = metadata.split()[1].decode()
         self.peers.add(name)
         return name

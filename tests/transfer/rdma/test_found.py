@@ -145,12 +145,13 @@ def test_the_backend_is_told_which_devices_and_never_bare_tcp() -> None:
     assert nixl.backend_options(Rails("rdma", (device,)), RailOptions(backend="LIBFABRIC")) == {}
 
 
-def test_transports_that_the_user_has_chosen_stay(tmp_path: Path) -> None:
-    assert nixl.cma_transports({"UCX_TLS": "all"}, tmp_path) == "all"
-    assert "cma" in nixl.cma_transports({}, tmp_path / "none") and "cuda" not in nixl.cma_transports(
-        {}, tmp_path / "none"
-    )
-    assert "cuda_copy" in nixl.cma_transports({}, tmp_path)
+def test_what_the_user_tells_ucx_stays(tmp_path: Path) -> None:
+    cma, none = Rails("cma"), tmp_path / "none"
+    told = nixl.ucx_environment(cma, {}, none)
+    assert "cma" in told["UCX_TLS"].split(",") and "cuda" not in told["UCX_TLS"] and told["UCX_LOG_FILE"] == "stderr"
+    assert "cuda_copy" in nixl.ucx_environment(cma, {}, tmp_path)["UCX_TLS"].split(",")
+    assert nixl.ucx_environment(cma, {"UCX_TLS": "all", "UCX_LOG_FILE": "x"}, tmp_path) == {}
+    assert "UCX_TLS" not in nixl.ucx_environment(Rails("rdma"), {}, none)
 
 
 def test_without_nixl_there_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,11 @@ def test_damaged_metadata_never_reaches_the_agent(engine: Owner, damage: str) ->
         engine.add_peer(sent)
 
 
+def test_an_agent_that_cannot_be_reached_may_be_later(engine: Owner) -> None:
+    with pytest.raises(Unavailable, match="connection refused"):
+        engine.add_peer(seal("1.5.1", b"agent dead"))
+
+
 def test_another_nixl_is_not_spoken_to(engine: Owner) -> None:
     with pytest.raises(VersionMismatch, match=r"1\.4\.0"):
         engine.add_peer(seal("1.4.0", b"agent other"))
