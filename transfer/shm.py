@@ -8,10 +8,10 @@ their checksums and commit in the first. Memory the node can neither map nor rea
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ _ONE_LOADED = bytes([_LOADED])
 
 
 class ShmTransport:
-    """Reaches nodes of this boot whose unix socket is visible from here."""
+    """Reaches nodes of this boot whose unix socket is visible from here, and may be connected to by this user."""
 
     name = "shm"
 
@@ -47,7 +47,8 @@ class ShmTransport:
         self._peers: weakref.WeakSet[ShmPeer] = weakref.WeakSet()
 
     def reaches(self, endpoint: Endpoint) -> bool:
-        return bool(endpoint.unix_path) and endpoint.boot_id == self._boot_id and Path(endpoint.unix_path).exists()
+        here = bool(endpoint.unix_path) and endpoint.boot_id == self._boot_id
+        return here and os.access(endpoint.unix_path, os.W_OK, effective_ids=True)
 
     def connect(self, endpoint: Endpoint) -> ShmPeer:
         peer = ShmPeer(endpoint, self._identity)
