@@ -290,9 +290,8 @@ def test_what_does_not_settle_is_pending_never_stored_and_its_slots_come_back(
     node: StorageNode, engine: FakeEngine, writer: Writer
 ) -> None:
     engine.behave = posted
-    begun = time.monotonic()
     assert list(writer.pull(range(4), deadline_ms=50, hash_here=True).status) == [BlockStatus.PENDING] * 4
-    assert time.monotonic() - begun < 1.5, "the node waits for its writer's deadline, not for its reservation's"
+    assert not node.state.counts.reservations_expired, "the wait is over at the writer's deadline, before it expires"
     health = node.report.health()
     assert health["rails"]["unsettled"] == 1 and health["rails"]["unsettled_bytes"] == 4 * BLOCK_BYTES
     assert health["healthy"] and health["reservations"] == 1
