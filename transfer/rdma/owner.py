@@ -151,7 +151,10 @@ class Owner:
             freed = self._ledger.drop_waiting()
         self._later(freed)
         self._calls.put(None)
-        if self._thread is threading.current_thread() or self._ended.wait(timeout_s):
+        if self._thread is threading.current_thread():
+            return
+        if self._ended.wait(timeout_s):
+            self._thread.join(timeout_s)
             return
         with self._lock:
             left = self._ledger.posted

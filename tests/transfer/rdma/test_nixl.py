@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.proto.errors import Closed, InvalidArgument
+from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
 from kvstrata.transfer.rdma import nixl
 from kvstrata.transfer.rdma.engine import JobState, Pieces
 from kvstrata.transfer.rdma.found import cma_problem, find_rails
@@ -144,6 +143,13 @@ def test_a_killed_peer_fails_what_it_had_and_no_other(here: Here, start: Callabl
     assert here.engine.problem() == "" and here.engine.health()["unsettled"] == 0
 
 
+def test_a_peer_that_is_gone_when_it_is_added(here: Here, start: Callable[[], Other]) -> None:
+    other = start()
+    other.kill()
+    with pytest.raises(Unavailable):
+        here.engine.add_peer(other.metadata)
+
+
 def test_a_peer_killed_before_the_first_contact(here: Here, start: Callable[[], Other]) -> None:
     other = start()
     peer = here.engine.add_peer(other.metadata)
@@ -259,7 +265,7 @@ def test_engines_that_come_and_go_leave_nothing(start: Callable[[], Other]) -> N
 
 
 ENDS = """
-import sys, time
+import os, signal, sys, time
 import numpy as np
 from kvstrata.transfer.rdma.engine import Pieces
 from kvstrata.transfer.rdma.found import find_rails
@@ -269,23 +275,29 @@ engine = open_engine("ends", find_rails(CMA), CMA)
 target = np.zeros(4096, np.uint8)
 engine.register(target.ctypes.data, 4096)
 peer = engine.add_peer(bytes.fromhex(sys.argv[2]))
+if int(sys.argv[5]):
+    os.kill(int(sys.argv[5]), signal.SIGKILL)
 length = np.array([4096])
 job = engine.read(peer, Pieces(np.array([target.ctypes.data]), length), Pieces(np.array([int(sys.argv[3])]), length))
-job.wait(time.monotonic() + 0.2)
+job.wait(time.monotonic() + float(sys.argv[4]))
 if sys.argv[1] == "close":
     engine.close(0.1)
 print(job.state.value)
 """
 
 
-@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize(("peer", "state"), [("well", "done"), ("stopped", "posted"), ("killed", "failed")])
 @pytest.mark.parametrize("how", ["close", "leave"])
-def test_a_process_ends_well_whatever_its_peer_does(start: Callable[[], Other], how: str, stopped: bool) -> None:
-    other = start()
-    if stopped:
+def test_a_process_ends_well_whatever_its_peer_does(
+    start: Callable[[], Other], how: str, peer: str, state: str
+) -> None:
+    """And its standard output is its own: UCX complains elsewhere."""
+    other, wait_s = start(), "0.2" if peer == "stopped" else "10"
+    victim = str(other.process.pid) if peer == "killed" else "0"
+    if peer == "stopped":
         other.stop()
     done = subprocess.run(
-        [sys.executable, "-c", ENDS, how, other.metadata.hex(), str(other.address)],
+        [sys.executable, "-c", ENDS, how, other.metadata.hex(), str(other.address), wait_s, victim],
         capture_output=True,
         text=True,
         timeout=SOON_S,
@@ -293,9 +305,10 @@ def test_a_process_ends_well_whatever_its_peer_does(start: Callable[[], Other], 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["posted" if stopped else "done"]
-    os.kill(other.process.pid, signal.SIGCONT)
-    assert other.ask("health")["problem"] == ""
+    assert done.stdout.split() == [state]
+    if peer != "killed":
+        other.go_on()
+        assert other.ask("health")["problem"] == ""
 
 
 def test_the_environment_is_as_before() -> None:
