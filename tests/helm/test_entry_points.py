@@ -103,6 +103,18 @@ def test_a_node_of_a_claim_drains_when_it_ends(tmp_path: Path, running: contextl
         assert client.load(space, "s", hashes, rows).loaded.all()
 
 
+def test_pods_on_one_host_never_have_the_same_socket() -> None:
+    """A client finds a node's socket by its path: in a claim, which is mounted alike everywhere, by the pod's name."""
+    container = main_container(one(objects(SETS["statefulset"]), "StatefulSet", "-storage"))
+    paths = set()
+    for name in ("storage-0", "storage-1"):
+        arguments = arguments_of(container, environment_of(container, {**FIELDS, "metadata.name": name}))
+        paths |= {each for each in arguments if each.startswith("--data=")}
+    assert len(paths) == 2
+    (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "data"]
+    assert all(each.startswith(f"--data={mount}/kv-") for each in paths)
+
+
 def test_three_masters_on_a_redis_with_a_password(tmp_path: Path, running: contextlib.ExitStack) -> None:
     needs_redis()
     redis = RedisServer(tmp_path / "redis", password="pool")
