@@ -180,6 +180,17 @@ def test_who_waits_gets_a_chunk_that_settles_meanwhile(ring: Ring) -> None:
         assert isinstance(future.result(10), Chunk)
 
 
+def test_a_chunk_is_kept_from_callers_until_all_that_may_touch_it_has_settled(ring: Ring) -> None:
+    chunk, gates = ring.take(1, soon()), [Gate(), Gate()]
+    ring.give_back(chunk, gates)
+    for gate in gates:
+        other = ring.take(1, soon())
+        assert other is not chunk
+        ring.give_back(other)
+        gate.open.set()
+    assert chunk in (ring.take(1, soon()), ring.take(1, soon()))
+
+
 def test_its_memory_is_what_a_node_on_this_host_can_map(ring: Ring) -> None:
     chunk = ring.take(10_000, soon())
     assert chunk.region.memfd >= 0 and chunk.region.nbytes == 10_000
