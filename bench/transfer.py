@@ -37,11 +37,15 @@ TRIES = 5
 Turn = Callable[[Shape], None]
 
 
-def turns(stack: ExitStack, results: Results, master: str, rails: str) -> list[Turn]:
-    """One for each system, all of them open until ``stack`` ends."""
+def turns(stack: ExitStack, results: Results, master: str, rails: str, only: list[str]) -> list[Turn]:
+    """One for each system that is called one of ``only``, or for all; they are open until ``stack`` ends."""
+
+    def wanted(name: str) -> bool:
+        return not only or name in only
+
     plain = Worker(rooflines)
     stack.callback(plain.close)
-    found = [_roofline(results, plain, name) for name in ROOFLINES]
+    found = [_roofline(results, plain, name) for name in ROOFLINES if wanted(name)]
     ways = [
         ("kvstrata-shm", "shm", "private"),
         ("kvstrata-shm, allocated", "shm", "shared"),
@@ -53,10 +57,13 @@ def turns(stack: ExitStack, results: Results, master: str, rails: str) -> list[T
         stack.callback(raw.close)
         if raw.problem:
             raise SystemExit(raw.problem)
-        found.append(_roofline(results, raw, "nixl"))
+        if wanted("nixl"):
+            found.append(_roofline(results, raw, "nixl"))
         ways.append((f"kvstrata-{TRANSPORT[rails]}", TRANSPORT[rails], "private"))
         ways.append((f"kvstrata-{TRANSPORT[rails]}, staged", TRANSPORT[rails], "device"))
     for system, transport, memory in ways:
+        if not wanted(system):
+            continue
         way = Way(system, master, transport, memory)
         stack.callback(way.close)
         found.append(_ours(results, way))
@@ -102,6 +109,7 @@ def main() -> int:
     parser.add_argument("--rails", choices=("off", "cma", "on"), default="cma", help="as kvstrata storage --rdma")
     parser.add_argument("--dram", default="2GiB")
     parser.add_argument("--shapes", help="part of the names of shapes to run, comma-separated; all by default")
+    parser.add_argument("--system", action="append", default=[], help="run this one alone; may be repeated")
     parser.add_argument("--idle", type=float, default=20.0, help="seconds of silence to measure; 0: none")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transfer.json")
     options = parser.parse_args()
@@ -116,7 +124,7 @@ def main() -> int:
     machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
     with ExitStack() as stack:
         master = stack.enter_context(pool(options.dram, options.rails)).master
-        systems = turns(stack, results, master, options.rails)
+        systems = turns(stack, results, master, options.rails, options.system)
         for number in range(options.rounds):
             start = time.monotonic()
             for shape in wanted:
