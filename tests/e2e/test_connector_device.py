@@ -202,6 +202,24 @@ def test_a_device_that_fails_costs_hits_and_nothing_else(rank: DeviceRank, devic
     assert (rank.read([60, 61]) == rows).all()
 
 
+def test_blocks_that_a_late_device_may_still_write_are_not_given_back_to_the_engine(
+    pool: RealPool, device: FakeDevice
+) -> None:
+    rank = DeviceRank(device, pool.address, load_deadline_ms=1_000)
+    try:
+        blocks, rows = named("late", [80, 81])
+        assert rank.store(blocks, rows).done == b"\1\1"
+        into = msgspec.structs.replace(blocks, block_ids=[90, 91])
+        with device.runtime.hold("scatter"):
+            job = rank.start(JobKind.LOAD, into)
+            until(lambda: rank.side.health()["jobs_parked"] == 1)  # its call has ended
+            assert not rank.side.take_output().outcomes
+        assert rank.outcome(job).done == b"\0\0", "what came after the deadline is not believed"
+        assert (rank.read([90, 91]) == rows).all(), "and came all the same"
+    finally:
+        rank.side.close()
+
+
 def test_a_stream_that_cannot_be_marked_ends_the_jobs(
     rank: DeviceRank, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
