@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.proto import channel_pb2 as pb
@@ -29,6 +29,7 @@ class Flat:
     bytes: np.ndarray  # type: ignore[type-arg]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, SLOTS - 1)), min_size=1, max_size=200, unique=True))
 def test_words_are_those_of_the_slots_in_their_order(rows: list[tuple[int, int]]) -> None:
     tables = [np.arange(SLOTS, dtype=np.uint64) * np.uint64(3) + np.uint64(slab) for slab in range(3)]
@@ -44,6 +45,7 @@ def test_words_are_those_of_the_slots_in_their_order(rows: list[tuple[int, int]]
     assert words.nbytes <= len(rows) * (GAP_WORDS + 1) * WORD_BYTES, "no more than the gaps that are worth it"
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_pieces_of_a_range_are_its_bytes(data: st.DataObject) -> None:
     size, count = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 4))
