@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.client import BlockStatus, Client
@@ -103,6 +103,7 @@ def test_what_nobody_heard_of_may_be_tried_again() -> None:
     assert told == [(k, [True, True]) for k in range(3)]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_block_that_is_loaded_was_in_place_whenever_it_was_told_of(data: st.DataObject) -> None:
     """Attempts in any order, on any positions: told masks only lose blocks, and those that are lost stay lost."""
