@@ -260,7 +260,9 @@ def test_engines_that_come_and_go_leave_nothing(start: Callable[[], Other]) -> N
         assert wait(here.whole(here.engine.add_peer(other.metadata), other))
         here.engine.close()
         counts.append([len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")])
-    assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)) and len(names) == 8
+    for last, second in zip(counts[-1], counts[1], strict=True):
+        assert last < second + 6, f"one or more a round: {counts}"
+    assert len(names) == 8
     assert not [thread for thread in threading.enumerate() if thread.name == "kvstrata-rails"]
 
 

@@ -193,6 +193,26 @@ def test_a_failing_agent_shows_and_is_forgiven(engine: Owner, agent: FakeAgent) 
     until(lambda: engine.problem() == "")
 
 
+def test_a_thread_that_hangs_in_the_agent_shows(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "STUCK_S", 0.2)
+    go_on, progress = threading.Event(), agent.progress
+    engine = Owner("me", "cma", "UCX", lambda: agent)
+    until(lambda: agent.progressed)
+    assert engine.problem() == ""
+
+    def hangs() -> None:
+        go_on.wait(SOON_S)
+        progress()
+
+    monkeypatch.setattr(agent, "progress", hangs)
+    until(lambda: "no turn for" in engine.problem())
+    assert "no turn for" in str(engine.health()["problem"])
+    go_on.set()
+    until(lambda: engine.problem() == "")
+    engine.close()
+    assert agent.closed
+
+
 def test_an_idle_agent_answers_others_and_stirred_more_often(engine: Owner, agent: FakeAgent) -> None:
     before = agent.progressed
     until(lambda: agent.progressed >= before + 3)
