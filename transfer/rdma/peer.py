@@ -7,18 +7,15 @@ rails are all that is allowed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, InvalidArgument, KVError, LeaseExpired, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, HintKind
-from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import Sampler, block_checksum
 from kvstrata.transfer.frames import Late
@@ -27,18 +24,14 @@ from kvstrata.transfer.link import settle, undecided
 from kvstrata.transfer.pulling import pull
 from kvstrata.transfer.rdma.client_rails import ClientRails
 from kvstrata.transfer.rdma.landing import Unsettled, wait_for
-from kvstrata.transfer.rdma.opening import Opened, register_region
+from kvstrata.transfer.rdma.opening import Opened
 from kvstrata.transfer.rdma.reading import Reading
 from kvstrata.transfer.rdma.session import RailSession, RailState
+from kvstrata.transfer.rdma.told import ToldRegions
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.tcp import TcpPeer
 
 log = get_logger(__name__)
-
-#: A node has this long to say that it reads a region no more.
-UNREGISTER_S: Final = 1.0
-#: While it has not, it is asked again so often.
-ASK_AGAIN_S: Final = 1.0
 
 _LOADED: Final = int(BlockStatus.LOADED)
 
@@ -59,10 +52,7 @@ class RdmaPeer:
         self.only = only
         self._sampler = Sampler()
         self._tamper: Callable[[BlockView, int], None] | None = None
-        self._told: tuple[Opened | None, set[int]] = (None, set())  # regions the node knows, by its rails
-        self._unanswered: set[int] = set()  # regions that the node may be reading after their call has ended
-        self._leaving: dict[int, Region] = {}
-        self._ask_again_at = 0.0
+        self._told = ToldRegions(tcp.link)
         self._unsettled: set[Unsettled] = set()
 
     @property
@@ -239,26 +229,26 @@ class RdmaPeer:
             except InvalidArgument as error:
                 if "region" not in str(error):
                     raise
-                self._told[1].discard(region.id)  # the node forgot our session: a broken link
+                self._told.untold(region)  # the node forgot our session: a broken link
                 self._tell(opened, region, request.deadline)
                 pull(self.link, request, status, durable)
             late = status == BlockStatus.PENDING
             if late.any():  # it reads what nobody will commit: harmless, for as long as there is memory
                 status[late] = BlockStatus.LATE
-                self._unanswered.add(region.id)
+                self._told.unanswered(region)
             else:
                 self.rails.worked()
         except InvalidArgument as error:
             self.rails.failed(opened, str(error))
             raise RailFailed(str(error)) from error
         except Late:
-            self._unanswered.add(region.id)
+            self._told.unanswered(region)
             raise
         except Unavailable as error:
             if self.reachable():  # an answer: the node's agent could not read
                 self.rails.failed(opened, str(error))
                 raise RailFailed(str(error)) from error
-            self._unanswered.add(region.id)
+            self._told.unanswered(region)
             raise
 
     # ------------------------------------------------------------------ memory
@@ -278,44 +268,19 @@ class RdmaPeer:
 
     def _tell(self, opened: Opened, region: Region, deadline: float) -> None:
         """The node knows the region."""
-        if self._told[0] is not opened:
-            self._told = (opened, set())
-        told = self._told[1]
-        if region.id not in told:
-            try:
-                register_region(self.link, opened.agent.memory, region, deadline)
-            except InvalidArgument as error:  # it has forgotten our agent
-                self.rails.failed(opened, str(error))
-                raise RailFailed(str(error)) from error
-            told.add(region.id)
+        try:
+            self._told.tell(opened, region, deadline)
+        except InvalidArgument as error:  # it has forgotten our agent
+            self.rails.failed(opened, str(error))
+            raise RailFailed(str(error)) from error
 
     def forget(self, region: Region) -> bool:
-        """Have the node forget a region; False while it may still be reading it: :meth:`upkeep` asks again."""
-        told = self._told[1]
-        if region.id not in told and region.id not in self._unanswered:
-            return True
-        told.discard(region.id)
-        if self._forgotten(region):
-            return True
-        self._leaving[region.id] = region
-        return False
-
-    def _forgotten(self, region: Region) -> bool:
-        """The node has confirmed that it reads it no more, or cannot be."""
-        message = pb.UnregisterRegion(region=region.id).SerializeToString()
-        try:
-            self.link.channel.call(Kind.UNREGISTER_REGION, message, time.monotonic() + UNREGISTER_S)
-        except (Unavailable, Busy) as error:
-            return region.id not in self._unanswered and not isinstance(error, Late | Busy)
-        self._unanswered.discard(region.id)
-        return True
+        """See :meth:`ToldRegions.forget`."""
+        return self._told.forget(region)
 
     def unsettled(self, region: Region | None = None) -> list[Unsettled]:
         """Reads that were given up and have not settled: into ``region``, or all."""
         return [one for one in list(self._unsettled) if region is None or one.region is region]
-
-    def leaving(self, region: Region) -> bool:
-        return region.id in self._leaving
 
     # ------------------------------------------------------------------ upkeep
 
@@ -325,16 +290,11 @@ class RdmaPeer:
     def upkeep(self) -> None:
         self._tcp.upkeep()
         self.rails.upkeep()
-        now = time.monotonic()
-        if self._leaving and self.reachable() and now > self._ask_again_at:
-            self._ask_again_at = now + ASK_AGAIN_S
-            for region in list(self._leaving.values()):
-                if self._forgotten(region):
-                    del self._leaving[region.id]
+        self._told.upkeep()
 
     def rail_health(self) -> dict[str, object]:
         """Plain values: see :meth:`RailSession.health`; and what has not settled."""
-        return {**self.rails.health(), "unsettled": len(self._unsettled), "regions_leaving": len(self._leaving)}
+        return {**self.rails.health(), "unsettled": len(self._unsettled), "regions_leaving": self._told.leaving}
 
     def close(self) -> None:
         self.rails.close()

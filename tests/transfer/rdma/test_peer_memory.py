@@ -90,8 +90,8 @@ def test_unregistered_memory_stays_while_a_read_into_it_has_not_settled(
 
 
 def test_memory_that_a_node_may_still_be_reading_is_not_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.transfer.rdma.peer.UNREGISTER_S", 0.3)
-    monkeypatch.setattr("kvstrata.transfer.rdma.peer.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("kvstrata.transfer.rdma.told.UNREGISTER_S", 0.3)
+    monkeypatch.setattr("kvstrata.transfer.rdma.told.ASK_AGAIN_S", 0.0)
     peer = world.connect()
     world.stored(peer)
     world.theirs.behave = posted
