@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -113,6 +114,7 @@ def main() -> int:
     parser.add_argument("--idle", type=float, default=20.0, help="seconds of silence to measure; 0: none")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transfer.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # daemons and rooflines end with it
     wanted = [
         shape for shape in SHAPES if not options.shapes or any(o in shape.name for o in options.shapes.split(","))
     ]
