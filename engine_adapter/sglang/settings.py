@@ -21,8 +21,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """All keys are optional.
 
     ``masters``: addresses of the pool's masters, comma-separated; else the variable ``KVSTRATA_MASTER``, else
-    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded pages are
-    checked against their checksums. ``deadline_ms``: what a call may take; what has not come by then is a miss.
+    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded
+    pages are checked against their checksums. ``deadline_ms``: what a call may take; what has not come by then is a
+    miss.
 
     ``namespace``: stands for the model's name. Name the revision here when the same name gets new weights.
     """

@@ -22,8 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """``kv_connector_extra_config``. All keys are optional.
 
     ``masters``: addresses of the pool's masters, comma-separated; else the variable ``KVSTRATA_MASTER``, else
-    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded blocks are
-    checked against their checksums.
+    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded
+    blocks are checked against their checksums.
 
     ``namespace``: replaces what is derived of the model's name and weights, for engines that are known to share KV;
     the rest of the fingerprint (types, layout, block size, hashes, ranks) stays.

@@ -1,4 +1,7 @@
-"""The owner's hands: what is done to the agent for the ledger, in one thread, without waiting. Time comes in."""
+"""The owner's hands: what is done to the agent for the ledger, by one thread at a time, without waiting.
+
+Time comes in.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def version() -> str:
 
 
 class NixlAgent:
-    """See :class:`kvstrata.transfer.rdma.agent.Agent`. Made, used and closed in one thread."""
+    """See :class:`kvstrata.transfer.rdma.agent.Agent`. Used by one thread at a time."""
 
     def __init__(self, name: str, rails: Rails, options: RailOptions) -> None:
         self.version = version()

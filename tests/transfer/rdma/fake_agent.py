@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.rdma.agent import AgentError, BadMetadata, PeerGone
 from kvstrata.transfer.rdma.engine import Pieces
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -19,6 +25,24 @@ class FakeTransfer:
     handles: set[int]  #: memory that a piece lies in: an agent may have taken any of it
     state: str = "created"  #: created, running, done, failed
     released: bool = False
+
+
+def alone(call: Callable[Concatenate[FakeAgent, P], R]) -> Callable[Concatenate[FakeAgent, P], R]:
+    """One call at a time, from whatever thread, and none after the end."""
+
+    @functools.wraps(call)
+    def guarded(agent: FakeAgent, *args: P.args, **kwargs: P.kwargs) -> R:
+        if agent.closed:
+            agent.wrong.append("called after its end")
+        if not agent.used.acquire(blocking=False):
+            agent.wrong.append("used by two threads at once")
+            return call(agent, *args, **kwargs)
+        try:
+            return call(agent, *args, **kwargs)
+        finally:
+            agent.used.release()
+
+    return guarded
 
 
 @dataclass
@@ -35,38 +59,38 @@ class FakeAgent:
     progressed: int = 0
     closed: bool = False
     fails: str = ""  #: progress raises this
-    thread: int = 0
     handles: int = 0
+    used: threading.Lock = field(default_factory=threading.Lock)
 
+    @alone
     def metadata(self) -> bytes:
-        self._here()
         return b"agent me with all"
 
+    @alone
     def connection(self) -> bytes:
-        self._here()
         return b"agent me"
 
+    @alone
     def register(self, address: int, nbytes: int, memory: Memory) -> object:
-        self._here()
         if memory.device == 99:
             raise AgentError("no such device")
         self.handles += 1
         self.memory[self.handles] = (address, nbytes, memory)
         return self.handles
 
+    @alone
     def describe(self, handle: object) -> bytes:
-        self._here()
         return repr(self.memory[handle]).encode()  # type: ignore[index]
 
+    @alone
     def deregister(self, handle: object) -> None:
-        self._here()
         del self.memory[handle]  # type: ignore[arg-type]
         for transfer in self.running():
             if handle in transfer.handles:
                 self.wrong.append(f"memory {handle} is gone under a transfer with {transfer.peer}")
 
+    @alone
     def load(self, metadata: bytes) -> str:
-        self._here()
         if not metadata.startswith(b"agent "):
             raise BadMetadata("garbage")
         if metadata == b"agent dead":
@@ -75,14 +99,14 @@ class FakeAgent:
         self.peers.add(name)
         return name
 
+    @alone
     def forget(self, peer: str) -> None:
-        self._here()
         if any(transfer.peer == peer for transfer in self.running()):
             self.wrong.append(f"{peer} is forgotten under a transfer")
         self.peers.discard(peer)
 
+    @alone
     def create(self, peer: str, local: Pieces, remote: Pieces) -> object:
-        self._here()
         if peer not in self.peers or self.plan.get(peer) == "refused":
             raise AgentError(f"{peer} is not known, or not that memory of it")
         assert np.array_equal(local.length, remote.length)
@@ -97,8 +121,8 @@ class FakeAgent:
         self.transfers.append(FakeTransfer(peer, local, handles))
         return self.transfers[-1]
 
+    @alone
     def post(self, transfer: object) -> bool:
-        self._here()
         assert isinstance(transfer, FakeTransfer) and transfer.state == "created"
         plan = self.plan.get(transfer.peer, "at once")
         transfer.state = {"at once": "done", "gone": "failed"}.get(plan, "running")
@@ -106,29 +130,29 @@ class FakeAgent:
             raise PeerGone("disconnected")
         return plan == "at once"
 
+    @alone
     def poll(self, transfer: object) -> bool:
-        self._here()
         assert isinstance(transfer, FakeTransfer) and transfer.state in ("running", "done")
         if transfer.state == "running" and self.plan.get(transfer.peer) == "dies":
             transfer.state = "failed"
             raise PeerGone("disconnected")
         return transfer.state == "done"
 
+    @alone
     def release(self, transfer: object) -> None:
-        self._here()
         assert isinstance(transfer, FakeTransfer)
         if transfer.released or transfer.state == "running":
             self.wrong.append(f"a transfer with {transfer.peer} is released too early or twice")
         transfer.released = True
 
+    @alone
     def progress(self) -> None:
-        self._here()
         self.progressed += 1
         if self.fails:
             raise AgentError(self.fails)
 
+    @alone
     def close(self) -> None:
-        self._here()
         if self.running():
             self.wrong.append("closed under transfers")
         self.closed = True
@@ -140,11 +164,3 @@ class FakeAgent:
         """The oldest ``count`` that run with ``peer`` end. From any thread."""
         for transfer in [transfer for transfer in self.running() if transfer.peer == peer][:count]:
             transfer.state = "done"
-
-    def _here(self) -> None:
-        """All calls come from one thread, and none after the end."""
-        self.thread = self.thread or threading.get_ident()
-        if self.thread != threading.get_ident():
-            self.wrong.append("called from two threads")
-        if self.closed:
-            self.wrong.append("called after its end")
