@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 #: Between turns with nothing in hand: an agent must answer another one's first contact.
-IDLE_S: Final = 0.020
+IDLE_S: Final = 0.050
 #: The same, while a peer is expected to need this agent.
 STIRRED_S: Final = 0.001
+#: And while this agent reads by itself: a turn is in the way of a caller's own read.
+READING_S: Final = 0.005
 STIR_S: Final = 0.25
 #: A turn comes no later than this part of the time that a transfer has taken so far.
 _PART: Final = 16.0
@@ -43,4 +45,6 @@ class Pace:
         return True
 
     def _step_s(self, now: float) -> float:
-        return STIRRED_S if now - max(self._stirred, self._active) < STIR_S else IDLE_S
+        if now - self._stirred < STIR_S:
+            return STIRRED_S
+        return READING_S if now - self._active < STIR_S else IDLE_S
