@@ -59,8 +59,8 @@ class Owner:
         #: Held by whoever uses the driver: the owner, or a caller whose read can begin at once.
         self._hands = threading.Lock()
         self._ledger = Ledger()
-        self._more = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._more = self._crowded = False
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._pace = Pace(time.monotonic())
         self._closing = self._abandoned = False
         self._ended = threading.Event()
@@ -115,7 +115,7 @@ class Owner:
         if problem:
             return job.refuse(problem)
         if not (alone and self._begun_here(job)):
-            self._calls.put(None)
+            self._calls.put(_look)
         return job
 
     def _begun_here(self, job: RailJob) -> bool:
@@ -170,7 +170,7 @@ class Owner:
             self._closing = True
             freed = self._ledger.drop_waiting()
         self._later(freed)
-        self._calls.put(None)
+        self._calls.put(_look)
         if self._thread is threading.current_thread():
             return
         if self._ended.wait(timeout_s):
@@ -268,10 +268,15 @@ class Owner:
 
     def _turn(self, driver: Driver) -> None:
         call = self._wait(driver)
-        with self._hands:
-            well = self._step(driver, call)
-        if not well:
-            time.sleep(IDLE_S)
+        # Nobody has called, and a caller is at it: what is in hand is what that one looks after.
+        self._crowded = not self._hands.acquire(blocking=call is not None)
+        if not self._crowded:
+            try:
+                well = self._step(driver, call)
+            finally:
+                self._hands.release()
+            if not well:
+                time.sleep(IDLE_S)
         self._beat = time.monotonic()
 
     def _step(
@@ -302,9 +307,9 @@ class Owner:
 
     def _wait(self, driver: Driver) -> Callable[[], None] | None:
         """Until a call, or for as long as the pace allows; the call."""
-        nap_s = self._pace.nap_s(time.monotonic(), posted=driver.busy)
+        nap_s = self._pace.nap_s(time.monotonic(), posted=driver.busy and not self._crowded)
         try:
-            return self._calls.get_nowait() if self._more else self._calls.get(timeout=nap_s)
+            return self._calls.get_nowait() if self._more and not self._crowded else self._calls.get(timeout=nap_s)
         except Empty:
             return None
 
@@ -312,8 +317,7 @@ class Owner:
         """All that are there."""
         try:
             while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call()
+                self._calls.get_nowait()()
         except Empty:
             return
 
@@ -333,8 +337,12 @@ class Owner:
         """The process ends: so does the thread, before the interpreter goes. The agent is left to the kernel."""
         if self._here():
             self._abandoned = True
-            self._calls.put(None)
+            self._calls.put(_look)
             self._ended.wait(1.0)
+
+
+def _look() -> None:
+    """A call that only wakes: there is a transfer to post, or an end to see to."""
 
 
 def open_engine(name: str, rails: Rails, options: RailOptions | None = None) -> Owner:

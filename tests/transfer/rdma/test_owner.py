@@ -15,6 +15,7 @@ from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.rdma import owner
 from kvstrata.transfer.rdma.engine import JobState, Pieces
 from kvstrata.transfer.rdma.envelope import seal
+from kvstrata.transfer.rdma.jobs import RailJob
 from kvstrata.transfer.rdma.ledger import POSTED_PER_PEER, WAITING_MAX
 from kvstrata.transfer.rdma.owner import Owner
 from tests.transfer.rdma.fake_agent import FakeAgent
@@ -69,6 +70,44 @@ def test_a_read_ends_and_says_so_to_all_who_asked(engine: Owner) -> None:
     health = engine.health()
     assert (health["done"], health["failed"], health["unsettled"], health["bytes_read"]) == (1, 0, 0, 64)
     assert health["kind"] == "cma" and health["problem"] == "" and health["registered_bytes"] == 4096
+
+
+def test_a_read_that_is_alone_is_posted_by_its_caller(engine: Owner, agent: FakeAgent) -> None:
+    posted_by, plain = [], agent.post
+
+    def post(transfer: object) -> bool:
+        posted_by.append(threading.get_ident())
+        return plain(transfer)
+
+    agent.post = post  # type: ignore[method-assign]
+    assert all(wait(engine.read("good", piece(), piece())) for _ in range(20))
+    assert threading.get_ident() in posted_by and len(posted_by) == 20
+
+
+def test_who_comes_while_a_caller_copies_waits_no_longer_than_it_wants(engine: Owner, agent: FakeAgent) -> None:
+    """Within a host a read is a copy that its caller makes."""
+    copying, go_on, plain = threading.Event(), threading.Event(), agent.post
+
+    def post(transfer: object) -> bool:
+        if not go_on.is_set():
+            copying.set()
+            assert go_on.wait(SOON_S)
+        return plain(transfer)
+
+    agent.post = post  # type: ignore[method-assign]
+    first: list[RailJob] = []
+    caller = threading.Thread(target=lambda: first.append(engine.read("good", piece(), piece())))
+    caller.start()
+    assert copying.wait(SOON_S)
+    try:
+        second = engine.read("good", piece(), piece())
+        assert not second.wait(time.monotonic() + 0.05)
+        dropped = engine.read("good", piece(), piece())
+        assert dropped.give_up() and dropped.state is JobState.DROPPED
+    finally:
+        go_on.set()
+    caller.join(SOON_S)
+    assert first[0].state is JobState.DONE and wait(second) and second.state is JobState.DONE
 
 
 def test_a_stopped_peer_keeps_no_other_one_waiting(engine: Owner, agent: FakeAgent) -> None:
