@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from transfer_idle import Idle, idle
-from transfer_nixl import raw_nixl
+from transfer_nixl import engine_reads, raw_nixl
 from transfer_pool import Missed, Way, pool
 from transfer_report import Results, plot, say
 from transfer_rooflines import rooflines
@@ -60,6 +60,12 @@ def turns(stack: ExitStack, results: Results, master: str, rails: str, only: lis
             raise SystemExit(raw.problem)
         if wanted("nixl"):
             found.append(_roofline(results, raw, "nixl"))
+        if wanted("kvstrata-engine"):
+            engine = Worker(engine_reads, "rdma" if rails == "on" else rails)
+            stack.callback(engine.close)
+            if engine.problem:
+                raise SystemExit(engine.problem)
+            found.append(_roofline(results, engine, "kvstrata-engine"))
         ways.append((f"kvstrata-{TRANSPORT[rails]}", TRANSPORT[rails], "private"))
         ways.append((f"kvstrata-{TRANSPORT[rails]}, staged", TRANSPORT[rails], "device"))
     for system, transport, memory in ways:

@@ -1,4 +1,5 @@
-"""Raw NIXL as a roofline: an agent that reads another process' memory, the same descriptors, nothing of ours between.
+"""Raw NIXL as a roofline: an agent that reads another process' memory, the same descriptors, nothing of ours between;
+and kvstrata's transfer engine alone, in the same place.
 
 ``cma`` is UCX over cross-memory attach between processes of one host, ``rdma`` UCX over whatever RDMA device is there.
 Progress threads are off: the target makes progress in a loop of its own, the reader while it waits.
@@ -20,6 +21,11 @@ import numpy as np
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import Round, measure
 from transfer_shapes import END_S, ROUND_S, Memory, Shape, random_bytes, serve
+
+from kvstrata.transfer.rdma.engine import Pieces
+from kvstrata.transfer.rdma.found import find_rails
+from kvstrata.transfer.rdma.owner import open_engine
+from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 
 #: UCX cannot make its backend without a transport that two agents can find each other by.
 UCX_TLS: Final = {"cma": "cma,posix,sysv,self,tcp", "rdma": "^tcp"}
@@ -48,6 +54,13 @@ class Agent:
         spans = [(buffer.ctypes.data, buffer.nbytes, 0, "") for buffer in (memory.slab, memory.engine)]
         self.agent.registerMem(self.nixl.nixlRegDList(self.nixl.DRAM_SEG, spans), [self.backend])
 
+    def metadata(self) -> bytes:
+        return bytes(self.agent.getLocalMD())
+
+    def meet(self, metadata: bytes) -> str:
+        name = self.agent.loadRemoteMD(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
     def progress(self) -> None:
         self.agent.getNotifs({}, [self.backend])
 
@@ -69,24 +82,58 @@ class Agent:
             raise OSError(f"a transfer ended as {state}")
 
 
+class EngineAgent:
+    """kvstrata's own engine over an agent, without a pool around it."""
+
+    def __init__(self, name: str, kind: str, memory: Memory) -> None:
+        options = RailOptions(mode=RailMode.CMA if kind == "cma" else RailMode.ON)
+        self.engine = open_engine(name, find_rails(options), options)
+        self.memory = memory
+        self.registered = [self.engine.register(each.ctypes.data, each.nbytes) for each in (memory.slab, memory.engine)]
+
+    def metadata(self) -> bytes:
+        return self.engine.metadata()
+
+    def meet(self, metadata: bytes) -> str:
+        return self.engine.add_peer(metadata)
+
+    def progress(self) -> None:
+        """It has a thread of its own."""
+
+    def read(self, peer: str, local: Any, remote: Any) -> None:
+        mine, theirs = (Pieces(rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)) for rows in (local, remote))
+        job = self.engine.read(peer, mine, theirs)
+        if not job.wait(time.monotonic() + CALL_S) or job.problem:
+            raise OSError(f"a transfer ended as {job.state.value}: {job.problem}")
+
+
 def raw_nixl(pipe: Connection, kind: str) -> None:
     """The main of a :class:`transfer_shapes.Worker`: the reader, and the target as its child."""
+    _reads(pipe, kind, "nixl", Agent)
+
+
+def engine_reads(pipe: Connection, kind: str) -> None:
+    """The same, by kvstrata's engine."""
+    _reads(pipe, kind, "kvstrata-engine", EngineAgent)
+
+
+def _reads(pipe: Connection, kind: str, system: str, make: type[Agent] | type[EngineAgent]) -> None:
     if not nixl_bindings():
         pipe.send(("no", "NIXL is not installed: pip install 'kvstrata[rdma]'"))
         return
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    target = context.Process(target=_target, args=(theirs, kind))
+    target = context.Process(target=_target, args=(theirs, kind, make))
     target.start()
     theirs.close()
     try:
         if not ours.poll(ROUND_S):
             raise TimeoutError("the target did not start")
         metadata, addresses = ours.recv()
-        reader = Reader(kind, metadata, addresses)
-        serve(pipe, {"nixl": reader.round})
+        reader = Reader(make("reader", kind, Memory(filled=False)), metadata, addresses)
+        serve(pipe, {system: reader.round})
     except Exception as error:  # noqa: BLE001 - said by the process that asked
-        pipe.send(("no", f"raw NIXL does not run over {kind}: {type(error).__name__}: {error}"))
+        pipe.send(("no", f"{system} does not run over {kind}: {type(error).__name__}: {error}"))
     finally:
         ours.close()
         target.join(END_S)
@@ -96,10 +143,9 @@ def raw_nixl(pipe: Connection, kind: str) -> None:
 
 
 class Reader:
-    def __init__(self, kind: str, metadata: bytes, addresses: dict[str, int]) -> None:
-        self._agent = Agent("reader", kind, Memory(filled=False))
-        name = self._agent.agent.loadRemoteMD(metadata)
-        self._peer = name.decode() if isinstance(name, bytes) else str(name)
+    def __init__(self, agent: Agent | EngineAgent, metadata: bytes, addresses: dict[str, int]) -> None:
+        self._agent = agent
+        self._peer = agent.meet(metadata)
         self._addresses = addresses
         self._expected = random_bytes()
 
@@ -128,10 +174,10 @@ class Reader:
         return rows
 
 
-def _target(pipe: Connection, kind: str) -> None:
+def _target(pipe: Connection, kind: str, make: type[Agent] | type[EngineAgent]) -> None:
     memory = Memory(filled=True)
-    agent = Agent("target", kind, memory)
-    pipe.send((agent.agent.getLocalMD(), {op: memory.remote(op).ctypes.data for op in ("load", "store")}))
+    agent = make("target", kind, memory)
+    pipe.send((agent.metadata(), {op: memory.remote(op).ctypes.data for op in ("load", "store")}))
     try:
         while not pipe.poll(PROGRESS_S):
             agent.progress()

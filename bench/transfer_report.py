@@ -23,6 +23,8 @@ ROOFLINES: Final = {
     ("kvstrata-tcp", "store"): ("socket",),
     ("kvstrata-rdma", "load"): ("nixl", "vm_readv"),
     ("kvstrata-rdma", "store"): ("nixl", "vm_readv"),
+    ("kvstrata-engine", "load"): ("nixl",),
+    ("kvstrata-engine", "store"): ("nixl",),
     ("nixl", "load"): ("vm_readv",),
     ("nixl", "store"): ("vm_readv",),
 }
