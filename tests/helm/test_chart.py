@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -157,6 +160,58 @@ def test_names_fit_however_long_the_release_is() -> None:
             if found is not None:  # labels of pods hold a workload's name and a hash
                 bound = 63 - len("-6f9d5c7b8d") if "template" in found.get("spec", {}) else 63
                 assert len(found["metadata"]["name"]) <= bound
+
+
+def test_large_ids_stay_numbers() -> None:
+    user, group = 1_000_650_000, 1_000_660_000
+    for workload in workloads(objects({"runAs": {"user": user, "group": group}})):
+        security = pod(workload)["securityContext"]
+        assert [security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [user, group, group]
+
+
+def test_another_version_of_the_chart_replaces_no_pod() -> None:
+    for workload in workloads(objects({})):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert not labels.keys() & {"helm.sh/chart", "app.kubernetes.io/version"}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_must_be_on_different_hosts_is(name: str) -> None:
+    """A spread alone puts two on a host when there are more pods than hosts."""
+    merged = chart().merge_values(SETS[name])
+    for workload in workloads(objects(SETS[name])):
+        part = "master" if workload["metadata"]["name"].endswith("-master") else "storage"
+        required = workload["kind"] == "StatefulSet" and merged[part]["spread"] == "required"
+        assert ("podAntiAffinity" in pod(workload).get("affinity", {})) == required
+        if required:
+            (term,) = pod(workload)["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            assert term["topologyKey"] == "kubernetes.io/hostname"
+            assert term["labelSelector"] == workload["spec"]["selector"]
+
+
+def test_directories_of_a_host_are_given_and_nothing_else_on_its_disks(tmp_path: Path) -> None:
+    devices = [{"hostPath": "/mnt/a", "size": "1Gi"}, {"hostPath": "/mnt/b", "size": "1Gi"}]
+    (first,) = pod(one(objects({"storage": {"ssd": {"devices": devices}}}), "DaemonSet", "-storage"))["initContainers"]
+    for name in ("data", "a/kv", "b/others"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "a/kv/superblock").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/chown").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    (tmp_path / "bin/chown").chmod(0o755)
+    shell, flags, script, *paths = first["command"]
+    assert paths == ["/var/lib/kvstrata", "/mnt/a", "/mnt/b"]
+    here = [str(tmp_path / name) for name in ("data", "a", "b")]
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    subprocess.run([shell, flags, script, *here], env=environment, timeout=30, check=True)
+    assert (tmp_path / "b/kv").stat().st_mode & 0o777 == 0o700
+    data, a, b = here
+    assert (tmp_path / "called").read_text().splitlines() == [
+        f"-R 65532:65532 {data}",
+        f"65532:65532 {a}",
+        f"-R 65532:65532 {a}/kv",
+        f"65532:65532 {b}",
+        f"-R 65532:65532 {b}/kv",
+    ]
 
 
 @pytest.mark.parametrize(

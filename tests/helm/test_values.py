@@ -27,6 +27,7 @@ OTHERS: dict[str, Any] = {
     "storage.rdma.devices": ["mlx5_7:1"],
     "storage.rdma.resourceName": "other/hca",
     "networkPolicy.clients": [{"podSelector": {}}],
+    "networkPolicy.hosts": ["10.77.0.0/16"],
     "networkPolicy.metrics": [{"podSelector": {}}],
     "monitoring.serviceMonitor.interval": "7s",
 }
@@ -59,6 +60,8 @@ OTHERS: dict[str, Any] = {
         ({"redis": {"url": "http://redis"}}, "url"),
         ({"redis": {"url": "redis://redis", "tls": {"secretName": "files"}}}, "url"),
         ({"redis": {"url": "rediss://redis", "tls": {"certManager": {"enabled": True}}}}, "issuerName"),
+        ({"storage": {"hostNetwork": True}}, "hosts"),
+        ({"networkPolicy": {"hosts": ["10.0.0.1"]}}, "hosts"),
         ({"runAs": {"user": 0}}, "user"),
         ({"tls": {"enabled": True}}, "tls"),
         ({"image": {"digest": "sha256:1"}}, "digest"),

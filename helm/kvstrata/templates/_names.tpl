@@ -24,6 +24,12 @@ app.kubernetes.io/part-of: kvstrata
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* Of pods: no version, as another label is another pod, and a pod that is replaced loses what is in memory. */}}
+{{- define "kvstrata.podLabels" -}}
+{{ include "kvstrata.selector" . }}
+app.kubernetes.io/part-of: kvstrata
+{{- end -}}
+
 {{- define "kvstrata.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "kvstrata.fullname" .) .Values.serviceAccount.name -}}

@@ -24,14 +24,25 @@ priorityClassName: {{ . }}
 
 {{/* One pod a host, as far as `spread` says: off, preferred, required. */}}
 {{- define "kvstrata.spread" -}}
+{{- if eq .spread "required" }}
+affinity:
+  podAntiAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- .labels | nindent 12 }}
+{{- end }}
 {{- if ne .spread "off" }}
 topologySpreadConstraints:
+  {{- if eq .spread "preferred" }}
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: {{ eq .spread "required" | ternary "DoNotSchedule" "ScheduleAnyway" }}
+    whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels:
         {{- .labels | nindent 8 }}
+  {{- end }}
   - maxSkew: 1
     topologyKey: topology.kubernetes.io/zone
     whenUnsatisfiable: ScheduleAnyway
