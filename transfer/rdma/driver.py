@@ -5,9 +5,9 @@ Time comes in.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
@@ -34,7 +34,13 @@ class Driver:
     """
 
     def __init__(
-        self, name: str, agent: Agent, ledger: Ledger, lock: threading.Lock, pace: Pace, linger_s: float
+        self,
+        name: str,
+        agent: Agent,
+        ledger: Ledger,
+        lock: AbstractContextManager[object],
+        pace: Pace,
+        linger_s: float,
     ) -> None:
         self.name = name
         self.agent = agent

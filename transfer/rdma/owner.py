@@ -45,6 +45,25 @@ LINGER_S: Final = 0.020
 SPIN_S: Final = 50e-6
 
 
+class Guard:
+    """A lock that knows whether this thread holds it: a finalizer may run in the middle of what it would wait for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._by = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._by = 0
+        self._lock.release()
+
+    def mine(self) -> bool:
+        return self._by == threading.get_ident()
+
+
 class Owner:
     """See :class:`kvstrata.transfer.rdma.engine.RailEngine`."""
 
@@ -55,7 +74,7 @@ class Owner:
         self.kind = kind
         self._linger_s = linger_s
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = Guard()
         #: Held by whoever uses the driver: the owner, or a caller whose read can begin at once.
         self._hands = threading.Lock()
         self._ledger = Ledger()
@@ -99,7 +118,9 @@ class Owner:
         return self._ask(lambda driver: driver.add_peer(bytes(metadata)))
 
     def remove_peer(self, name: str) -> None:
-        if self._here():
+        if self._lock.mine():  # a client was collected as garbage just here
+            self._calls.put(lambda: self.remove_peer(name))
+        elif self._here():
             with self._lock:
                 freed = self._ledger.leave(name)
             self._later(freed)
@@ -120,6 +141,8 @@ class Owner:
 
     def _begun_here(self, job: RailJob) -> bool:
         """Post it in the caller's thread, if nobody else is at it: two threads less to wake. Whether it has settled."""
+        if threading.current_thread() is threading.main_thread():
+            return False  # a signal's handler may raise there, at any line
         on_host = job.local.memory.on_host and job.remote.memory.on_host  # else it takes a device's context
         if not on_host or not self._hands.acquire(blocking=False):
             return False
@@ -165,6 +188,9 @@ class Owner:
         """Returns within ``timeout_s`` and a moment. Transfers that have not settled by then keep the agent and its
         memory alive until they have, or the process ends."""
         if self._pid != os.getpid():
+            return
+        if self._lock.mine():
+            self._calls.put(lambda: self.close(0.0))
             return
         with self._lock:
             self._closing = True
@@ -236,13 +262,17 @@ class Owner:
             transfer.ended()
 
     def _drop(self, job: RailJob) -> None:
-        if self._here():
+        if self._lock.mine():
+            self._calls.put(lambda: self._drop(job))
+        elif self._here():
             with self._lock:
                 freed = self._ledger.give_up(job)
             self._later(freed)
 
     def _close_memory(self, held: Held) -> None:
-        if self._here():
+        if self._lock.mine():
+            self._calls.put(lambda: self._close_memory(held))
+        elif self._here():
             with self._lock:
                 freed = self._ledger.close(held)
             self._later(freed)

@@ -80,8 +80,31 @@ def test_a_read_that_is_alone_is_posted_by_its_caller(engine: Owner, agent: Fake
         return plain(transfer)
 
     agent.post = post  # type: ignore[method-assign]
-    assert all(wait(engine.read("good", piece(), piece())) for _ in range(20))
-    assert threading.get_ident() in posted_by and len(posted_by) == 20
+
+    def read() -> None:
+        assert all(wait(engine.read("good", piece(), piece())) for _ in range(20))
+
+    caller = threading.Thread(target=read)
+    caller.start()
+    ident = caller.ident
+    caller.join(SOON_S)
+    assert ident in posted_by and len(posted_by) == 20
+    read()
+    assert threading.get_ident() not in posted_by, "a signal's handler may raise there, in the middle of it"
+
+
+def test_a_client_that_is_collected_in_the_middle_of_the_owners_work(engine: Owner, agent: FakeAgent) -> None:
+    job = engine.read("slow", piece(), piece())
+    until(agent.running)
+    memory = engine.register(BASE + 4096, 64)
+    with engine._lock:  # where an allocation may run finalizers
+        engine.remove_peer("good")
+        memory.close()
+        job.give_up()
+        engine.close(5.0)
+    until(lambda: "good" not in agent.peers and len(agent.memory) == 1)
+    agent.finish("slow")
+    until(lambda: agent.closed)
 
 
 def test_who_comes_while_a_caller_copies_waits_no_longer_than_it_wants(engine: Owner, agent: FakeAgent) -> None:
