@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from kvstrata.proto.errors import Closed, KVError, Unavailable
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.rdma.engine import RailEngine
+from kvstrata.transfer.frames import Late
+from kvstrata.transfer.rdma.engine import RailEngine, Registration
 from kvstrata.transfer.rdma.found import find_rails
 from kvstrata.transfer.rdma.memory import LocalMemory
 from kvstrata.transfer.rdma.owner import open_engine
@@ -58,7 +60,10 @@ class ClientRails:
         self._problem = ""
         self._closed = False
         self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+        self._makings: dict[int, Future[tuple[Registration, ...]]] = {}  # by region
+        self._regions_lock = threading.Lock()  # around these two
         self._threads = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="kvstrata-rails")
+        self._registrar = ThreadPoolExecutor(1, thread_name_prefix="kvstrata-register")
 
     def rails(self) -> Rails:
         """What this host has; looked for once. Never raises."""
@@ -84,7 +89,9 @@ class ClientRails:
         with self._lock:
             if self._agent is None and not self._closed:
                 self._agent = self._open()
-                for region in list(self._regions.values()):
+                with self._regions_lock:
+                    regions = list(self._regions.values())
+                for region in regions:
                     self._register(self._agent, region)
             if self._closed or self._agent is None:
                 self._end()
@@ -126,7 +133,8 @@ class ClientRails:
 
     def register(self, region: Region) -> None:
         """Known to the agent from now on, or from when it is opened on."""
-        self._regions[region.id] = region
+        with self._regions_lock:
+            self._regions[region.id] = region
         if (agent := self.agent) is not None:
             self._register(agent, region)
 
@@ -135,12 +143,38 @@ class ClientRails:
             return
         try:
             agent.memory.of(region)
+        except Closed:  # meanwhile
+            return
         except KVError as error:
             # Blocks in it go another way, and the read that would have named it says so.
             log.warning("memory not registered for rails", nbytes=region.nbytes, reason=str(error))
 
+    def know(self, agent: Agent, region: Region, deadline: float) -> None:
+        """``agent`` knows the region. Waits for its registration until ``deadline``; it goes on after that.
+
+        Raises :class:`Unavailable` when it cannot be registered, :class:`Late`, :class:`Closed`.
+        """
+        region.check_open()
+        if agent.memory.known(region):
+            return
+        with self._regions_lock:
+            making = self._makings.get(region.id)
+            if making is None:
+                try:
+                    making = self._registrar.submit(agent.memory.of, region)
+                except RuntimeError:
+                    raise Closed("the client is closed") from None
+                self._makings[region.id] = making
+                making.add_done_callback(lambda _: self._makings.pop(region.id, None))
+        if not wait((making,), max(0.0, deadline - time.monotonic())).done:
+            raise Late(f"the registration of {region.nbytes} bytes for rails takes longer than the call may")
+        if making.cancelled():
+            raise Closed("the client is closed")
+        making.result()
+
     def forget(self, region: Region) -> None:
-        self._regions.pop(region.id, None)
+        with self._regions_lock:
+            self._regions.pop(region.id, None)
         if (agent := self.agent) is not None:
             agent.memory.forget(region)
 
@@ -163,7 +197,8 @@ class ClientRails:
         if self._pid != os.getpid():
             return
         self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._registrar):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._lock.acquire(timeout=ENGINE_CLOSE_S):
             try:
                 self._end()

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.proto.errors import Busy, Unavailable
+from kvstrata.proto.errors import Busy, Closed, Unavailable
 from kvstrata.transfer.gpu.allocations import whole_allocations
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.rdma.engine import Job, RailEngine, Registration
@@ -52,6 +53,9 @@ class LocalMemory:
 
     def __init__(self, engine: RailEngine) -> None:
         self._engine = engine
+        #: Held while a region is registered, which may take a minute.
+        self._making = threading.Lock()
+        #: Around the fields below, never while the engine is asked: its thread takes it when a transfer ends.
         self._lock = threading.Lock()
         self._registered: dict[int, tuple[Registration, ...]] = {}
         self._refused: dict[int, str] = {}
@@ -63,20 +67,24 @@ class LocalMemory:
         return region.id in self._registered
 
     def of(self, region: Region) -> tuple[Registration, ...]:
-        """Its registrations, one an extent, on a device one an allocation; made when new.
+        """Its registrations, one an extent, on a device one an allocation; made when new, which may take a minute.
 
-        Raises :class:`Unavailable`, with what to do.
-        What could not be registered is not tried again: that takes long, and what it lacks does not come by itself.
+        Raises :class:`Unavailable`, with what to do; :class:`Closed` when it is closed by then.
+        What was refused is not tried again: that takes long, and what it lacks does not come by itself.
         """
         found = self._registered.get(region.id)
         if found is not None:
             return found
+        with self._making:
+            found = self._made_before(region)
+            return self._keep(region, self._made(region)) if found is None else found
+
+    def _made_before(self, region: Region) -> tuple[Registration, ...] | None:
         with self._lock:
+            region.check_open()
             if region.id in self._refused:
                 raise Unavailable(self._refused[region.id])
-            if region.id not in self._registered:
-                self._registered[region.id] = self._made(region)
-            return self._registered[region.id]
+            return self._registered.get(region.id)
 
     def _made(self, region: Region) -> tuple[Registration, ...]:
         made: list[Registration] = []
@@ -86,13 +94,26 @@ class LocalMemory:
         except BaseException as error:
             for registration in made:
                 registration.close()
-            if isinstance(error, Unavailable):
-                self._refused[region.id] = str(error)
+            # An agent that did not answer in time has not refused.
+            if isinstance(error, Unavailable) and not isinstance(error.__context__, FutureTimeout):
+                with self._lock:
+                    if not region.closed:
+                        self._refused[region.id] = str(error)
             raise
         return tuple(made)
 
+    def _keep(self, region: Region, made: tuple[Registration, ...]) -> tuple[Registration, ...]:
+        """A region is closed before it is forgotten: what was made too late for that is undone here."""
+        with self._lock:
+            if not region.closed:
+                self._registered[region.id] = made
+                return made
+        for registration in made:
+            registration.close()
+        raise Closed("the region was unregistered")
+
     def forget(self, region: Region) -> None:
-        """Deregistered once no transfer names it any more. Safe twice."""
+        """Deregistered once no transfer names it any more. Safe twice. Waits for no registration."""
         with self._lock:
             self._refused.pop(region.id, None)
             registrations = self._registered.pop(region.id, ())

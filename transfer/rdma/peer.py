@@ -103,7 +103,7 @@ class RdmaPeer:
     def _fetch(self, opened: Opened, request: Fetch) -> Fetched:
         """Raises :class:`RailFailed` when no byte is under way and nothing was reported as landed."""
         status, tier = undecided(len(request.blocks)), np.zeros(len(request.blocks), np.uint8)
-        self._know(opened, request.blocks.region)
+        self._know(opened, request.blocks.region, request.deadline)
         link = self.link
         answer, sent = link.acquire(request.namespace, request.salt, request.hashes, request.deadline, request.epoch)
         granted = Granted(answer, sent, len(status))
@@ -220,7 +220,7 @@ class RdmaPeer:
 
     def _push(self, opened: Opened, request: Push, status: StatusArray, durable: Mask) -> None:
         region = request.blocks.region
-        self._know(opened, region)
+        self._know(opened, region, request.deadline)
         self._tell(opened, region, request.deadline)
         opened.agent.engine.stir()
         try:
@@ -258,11 +258,12 @@ class RdmaPeer:
         if not region.memory.on_host:
             raise Unavailable(f"no rails to node {self.endpoint.node_id} now, for memory on {region.memory.spelled()}")
 
-    def _know(self, opened: Opened, region: Region) -> None:
-        """The region is registered with our agent. Raises :class:`RailFailed` when it cannot be."""
-        region.check_open()
+    def _know(self, opened: Opened, region: Region, deadline: float) -> None:
+        """The region is registered with our agent. Raises :class:`RailFailed` when it cannot be, :class:`Late`."""
         try:
-            opened.agent.memory.of(region)
+            self._own.know(opened.agent, region, deadline)
+        except Late:
+            raise
         except Unavailable as error:
             raise RailFailed(str(error)) from error
 
