@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,14 +12,20 @@ from typing import Any, Final, TypeVar
 
 from kvstrata.client.arguments import Hashes
 from kvstrata.client.client import Client
+from kvstrata.client.fanout import OVERDUE_S
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.results import LoadResult, Lookup, Mask, RemoveResult, StoreResult
 from kvstrata.client.view import View
 from kvstrata.proto.errors import Closed
+from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.base import Verify
 from kvstrata.transfer.regions import BlockView, Region
 
+log = get_logger(__name__)
+
 THREADS: Final = 16
+#: What a cancelled call left under way is looked at so often.
+SETTLE_PERIOD_S: Final = 0.01
 
 R = TypeVar("R")
 
@@ -27,7 +34,8 @@ class AsyncClient:
     """:class:`Client` for asyncio: same arguments, same results, same errors.
 
     A cancelled call is waited for before the cancellation goes on: until a transfer has ended its memory is
-    in use, and every call ends by ``transfer_deadline_ms``. Registration is not async: it moves no bytes.
+    in use, and every call ends by ``transfer_deadline_ms``. What is PENDING then is waited for too, however long that
+    takes: nobody would hear of it. Registration is not async: it moves no bytes.
     """
 
     def __init__(
@@ -76,7 +84,8 @@ class AsyncClient:
         return await self._run(partial(self.sync.drop, namespace, cache_salt, hashes))
 
     async def load(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView) -> LoadResult:
-        return await self._run(partial(self.sync.load, namespace, cache_salt, hashes, blocks))
+        ordered = self.sync._ordered(blocks)
+        return await self._run(partial(self.sync.load, namespace, cache_salt, hashes, ordered))
 
     async def store(
         self,
@@ -87,8 +96,9 @@ class AsyncClient:
         parent: bytes | None = None,
         first_index: int = 0,
     ) -> StoreResult:
+        ordered = self.sync._ordered(blocks)
         return await self._run(
-            partial(self.sync.store, namespace, cache_salt, hashes, blocks, parent=parent, first_index=first_index)
+            partial(self.sync.store, namespace, cache_salt, hashes, ordered, parent=parent, first_index=first_index)
         )
 
     async def remove(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> RemoveResult:
@@ -128,4 +138,18 @@ class AsyncClient:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait([future])
+            if future.exception() is None:
+                await _settled(future.result())
             raise
+
+
+async def _settled(result: object) -> None:
+    """Wait until no memory that a result names is in use; a second cancellation ends it."""
+    if not isinstance(result, LoadResult | StoreResult):
+        return
+    overdue = time.monotonic() + OVERDUE_S
+    while not result.settled():
+        if time.monotonic() > overdue:
+            log.error("a cancelled call has not settled; its memory stays in use", waited_s=OVERDUE_S)
+            overdue += OVERDUE_S
+        await asyncio.sleep(SETTLE_PERIOD_S)

@@ -39,7 +39,7 @@ from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
 from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.outcomes import WHOLE_CALL
+from kvstrata.client.outcomes import WHOLE_CALL, refused_late
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import blocks_in_message
 from kvstrata.client.prefetching import Begun, Prefetch, Prefetcher
@@ -258,6 +258,7 @@ class Client:
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = check_blocks(namespace, packed, blocks, into=True)
+        blocks = self._memory.ordered(blocks)
         ends = checked_parts(namespace, parts, landed)
         landing = Landing(count, ends, landed) if landed is not None else None
         return self._load(namespace, cache_salt, packed, blocks, started, landing)
@@ -269,6 +270,7 @@ class Client:
         started = self._check_usable()
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = check_blocks(namespace, packed, blocks, into=True)
+        blocks = self._memory.ordered(blocks)
         late, no_tier = np.full(count, BlockStatus.LATE, np.uint8), np.full(count, NO_TIER, np.uint8)
         shed = partial(LoadResult.of, late, no_tier, 0.0, 0)
         call = partial(self._load, namespace, cache_salt, packed, blocks, started)
@@ -292,6 +294,10 @@ class Client:
         fetched = self._reader.read(asked, attempt, None if landing is None else landing.over)
         if landing is not None:
             landing.finish(fetched.status)
+            if landing.problem is not None:
+                if not fetched.pending:
+                    raise landing.problem
+                refused_late("load", landing.problem)
         seconds = time.monotonic() - started
         result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
         self._counters.add("load", result.reasons, fetched.bytes_moved)
@@ -372,6 +378,7 @@ class Client:
     ) -> Offered:
         packed = checked_hashes(namespace, salt, hashes)
         check_blocks(namespace, packed, blocks, into=False)
+        blocks = self._memory.ordered(blocks)
         before = checked_parent(namespace, parent, first_index)
         limit = blocks_in_message(namespace.hash_bytes, blocks.pieces)
         return Offered(namespace, salt, packed, blocks, started + self._deadline_s, before, first_index, limit)
@@ -430,6 +437,11 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _ordered(self, blocks: BlockView) -> BlockView:
+        """For a call that another thread makes: see :meth:`RegisteredMemory.ordered`."""
+        self._check_usable()
+        return self._memory.ordered(blocks) if isinstance(blocks, BlockView) else blocks
 
     def _asked(
         self, namespace: PoolNamespace, salt: str, packed: bytes, count: int, pieces: int, started: float

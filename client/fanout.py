@@ -37,10 +37,10 @@ class Fanout:
             return [tasks[0]()]
         if not tasks:
             return []
-        pool = self._ready()
-        others = [pool.submit(task) for task in tasks[1:]]
+        others: list[Future[T]] = []
         mine: Future[T] = Future()
         try:
+            self._submit(tasks[1:], others)
             mine.set_result(tasks[0]())
         except BaseException as error:
             mine.set_exception(error)
@@ -52,13 +52,15 @@ class Fanout:
             _ended(other)
         return [future.result() for future in (mine, *others)]
 
-    def _ready(self) -> ThreadPoolExecutor:
+    def _submit(self, tasks: Sequence[Callable[[], T]], begun: list[Future[T]]) -> None:
+        """``begun`` gets those that have been, also when the next cannot be."""
         with self._lock:
             if self._closed:
                 raise Closed("the client is closed")
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvstrata-node")
-            return self._pool
+            for task in tasks:
+                begun.append(self._pool.submit(task))
 
     def close(self) -> None:
         """Refuse new work; what runs ends by its own deadline."""

@@ -24,12 +24,16 @@ class Landing:
     Range k is told when every block of the call has it, or is ``over``: bool[count], not asked for any more. A block
     that was told of and failed after that is over: whoever heard of it may have read what was wrong, so no other
     replica may make it LOADED.
+
+    When ``told`` raises, nothing is told any more; the error is ``problem``, to be raised once the call has ended:
+    inside a transfer it would take the transfer's answer with it, and what of that is pending.
     """
 
     def __init__(self, count: int, parts: tuple[int, ...], told: Callable[[int, Mask], None]) -> None:
         self.parts = parts
         self.over: Mask = np.zeros(count, np.bool_)
         self._told = told
+        self.problem: Exception | None = None
         self._lock = threading.Lock()
         self._next = 0  # ranges before this one were told
         self._named: Mask = np.zeros(count, np.bool_)  # in any range that was told
@@ -71,4 +75,8 @@ class Landing:
             part, self._next = self._next, self._next + 1
             mask = (self._reached > part) & ~self.over
             self._named |= mask
-            self._told(part, mask)
+            if self.problem is None:
+                try:
+                    self._told(part, mask)
+                except Exception as error:  # noqa: BLE001  raised when the call has ended
+                    self.problem = error

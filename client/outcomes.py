@@ -17,8 +17,11 @@ from kvstrata.proto.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.frames import Late
+
+log = get_logger(__name__)
 
 #: Raised to the caller: the call as it stands is wrong, or this client may not make it.
 WHOLE_CALL: Final = (ForbiddenSalt, FingerprintMismatch, VersionMismatch, InvalidArgument, Closed)
@@ -44,3 +47,13 @@ def status_of(error: KVError) -> BlockStatus:
 def unanswered(error: KVError) -> BlockStatus:
     """What blocks are when the directory could not be asked about them: LATE, or NODE_LOST."""
     return status_of(error) if isinstance(error, Unavailable | Busy) else BlockStatus.NODE_LOST
+
+
+def refused_late(what: str, error: Exception) -> None:
+    """Log an error that ended a call of which something is pending. Raised it would hide that memory is in use, so
+    the call returns. Anything but a :class:`KVError` is a mistake in this program: with its traceback."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, KVError):
+        log.warning("a call was refused while a transfer was under way", call=what, reason=text)
+    else:
+        log.error("a call failed while a transfer was under way", call=what, reason=text, exc_info=error)

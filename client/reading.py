@@ -15,7 +15,7 @@ from kvstrata.client.asked import Asked
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import U16, Hint, Located, RecentLocations, chosen
-from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
+from kvstrata.client.outcomes import WHOLE_CALL, refused_late, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, Positions, Where, by_node, gather, memory_first, pieces_of_node, positions_of
 from kvstrata.client.read_ahead import ReadAhead
@@ -141,22 +141,37 @@ class Reader:
         """Try every block where it was believed to be; then, while time is left, at each replica that a fresh
         lookup names, once. ``over``: bool[count], blocks that are not tried again; the attempt may add to it.
 
-        Raises only refusals of the whole call. Every position of ``status`` is decided.
+        Raises only refusals of the whole call, and those only when nothing of it is ``pending``: else what they left
+        undecided is REFUSED. Every position of ``status`` is decided.
         """
         hint = self._recent.find(asked.namespace, asked.salt, asked.hashes, epoch=asked.namespace.epoch)
         peer = self._peers.sole_local() if hint is None else self._only_peer(hint)
         asked.pace(others=hint is not None and hint.replicas > 1)
+        first: Callable[[], None] | None
         if peer is not None and asked.count <= asked.limit:
             fetched = _guarded(attempt, peer, None, asked.hashes, asked.count)
             if fetched.status.tobytes().count(_LOADED) == asked.count:
                 return fetched  # the good case: one node, nothing missing, no arrays of our own
             work = _Work.new(asked, attempt, over)
-            self._settle(work, peer.endpoint, None, asked.hashes, fetched, guessed=hint is None)
             work.moved = fetched.bytes_moved
+            first = partial(self._settle, work, peer.endpoint, None, asked.hashes, fetched, guessed=hint is None)
         else:
             work = _Work.new(asked, attempt, over)
-            if hint is not None:
-                self._round(work, hint.codes, hint.nodes, None)
+            first = partial(self._round, work, hint.codes, hint.nodes, None) if hint is not None else None
+        try:
+            if first is not None:
+                first()
+            self._read_on(work)
+        except Exception as error:
+            if not work.pending:
+                raise
+            refused_late("read", error)
+            work.status[work.status == _UNKNOWN] = BlockStatus.REFUSED
+        return Fetched(work.status, work.tier, 0, work.moved, tuple(work.pending))
+
+    def _read_on(self, work: _Work) -> None:
+        """Try what is open where fresh lookups say, while time is left."""
+        asked = work.asked
         rounds, left = 0, 1
         while left and rounds < ROUNDS_MAX:
             positions = np.flatnonzero(work.open())
@@ -164,7 +179,6 @@ class Reader:
                 break
             rounds += 1
             left = self._afresh(work, positions)
-        return Fetched(work.status, work.tier, 0, work.moved, tuple(work.pending))
 
     def _only_peer(self, hint: Hint) -> Peer | None:
         """The one node that holds all in memory, when there is one and it can be reached."""
@@ -301,6 +315,7 @@ class Reader:
         missed = (status == _MISSING) | (status == _EVICTED)
         if missed.any():
             status = np.where(missed, np.uint8(_UNKNOWN if guessed else _EVICTED), status)
+        work.fill(where, fetched, status)  # first: whatever is raised from here on, what is pending is known
         if not guessed:
             # What has moved since it was located may have come back to where it was.
             failed = failed if work.fresh else failed & ~missed
@@ -311,7 +326,6 @@ class Reader:
                 self._report(work.asked, node, hashes, at, fetched.delta_seq, BlockStatus(code))
         if ((status == _NODE_LOST) | (status == _PENDING)).any():
             self._peers.lose(node)
-        work.fill(where, fetched, status)
 
     def _report(
         self, asked: Asked, node: Endpoint, hashes: bytes, missed: Positions, delta_seq: int, status: BlockStatus

@@ -16,7 +16,7 @@ from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Hint, Placed, RecentLocations, chosen
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.outcomes import WHOLE_CALL, status_of, unanswered
+from kvstrata.client.outcomes import WHOLE_CALL, refused_late, status_of, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, gather, stripes
 from kvstrata.proto.errors import KVError
@@ -67,13 +67,26 @@ class Writer:
     def write(self, offered: Offered) -> Pushed:
         """Offer every block to its node, also those that are there already: their node marks them used.
 
-        Raises only refusals of the whole call. Every position of ``status`` is decided; no source byte is
-        read after the return, but of what is PENDING.
+        Raises only refusals of the whole call, and those only when nothing of it is ``pending``: else what they left
+        undecided is REFUSED. Every position of ``status`` is decided; no source byte is read after the return, but of
+        what is PENDING.
         """
         status, durable = np.zeros(len(offered.blocks), np.uint8), np.zeros(len(offered.blocks), bool)
+        moved = 0
+        try:
+            moved = self._write(offered, status, durable)
+        except Exception as error:
+            if not offered.pending:
+                raise
+            refused_late("store", error)
+            status[status == _UNKNOWN] = BlockStatus.REFUSED
+        return Pushed(status, moved, durable, tuple(offered.pending))
+
+    def _write(self, offered: Offered, status: npt.NDArray[np.uint8], durable: Mask) -> int:
+        """Decides every position of ``status``; returns the bytes moved."""
         placed = self._place(offered, status, self._peers.lost())
         if placed is None:
-            return Pushed(status, 0, durable)
+            return 0
         states = self._states(offered, placed)
         status[states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
         nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
@@ -92,7 +105,7 @@ class Writer:
             self._recent.remember(
                 namespace, offered.salt, offered.hashes, codes, where.nodes, epoch=namespace.epoch, stored=True
             )
-        return Pushed(status, moved, durable, tuple(offered.pending))
+        return moved
 
     def _send(
         self,
@@ -171,14 +184,10 @@ class Writer:
             if peer is None:
                 status[run.where] = BlockStatus.NODE_LOST
                 continue
-            pushed = self._push_all(peer, offered, run.where)
-            status[run.where] = pushed.status
-            if (pushed.status == _NODE_LOST).any():
+            moved += self._push_all(peer, offered, run.where, status, durable)
+            if (status[run.where] == _NODE_LOST).any():
                 self._peers.lose(node)
-            if pushed.durable is not None:
-                durable[run.where] = pushed.durable
-            self._report_refused(offered, node, run.where, pushed.status)
-            moved += pushed.bytes_moved
+            self._report_refused(offered, node, run.where, status[run.where])
         return moved
 
     def _report_refused(self, offered: Offered, node: Endpoint, run: slice, status: npt.NDArray[np.uint8]) -> None:
@@ -191,19 +200,20 @@ class Writer:
                 namespace, offered.salt, hashes, node, 0, offered.deadline, status=BlockStatus(code), at_store=True
             )
 
-    def _push_all(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
+    def _push_all(self, peer: Peer, offered: Offered, run: slice, status: npt.NDArray[np.uint8], durable: Mask) -> int:
         """Push a run, and again what its node had no room for while the rest of this very run came to lie on SSD:
-        for that there is room in memory now. Each turn stores something."""
-        whole = part = self._push(peer, offered, run)
-        moved, left = part.bytes_moved, _left_out(run, part)
-        while left is not None and time.monotonic() < offered.deadline:
+        for that there is room in memory now. Each turn stores something. Returns the bytes moved."""
+        moved, left = 0, run
+        while True:
             part = self._push(peer, offered, left)
-            at = slice(left.start - run.start, None)
-            whole.status[at] = part.status
-            if whole.durable is not None and part.durable is not None:
-                whole.durable[at] = part.durable
-            moved, left = moved + part.bytes_moved, _left_out(left, part)
-        return Pushed(whole.status, moved, whole.durable)
+            status[left] = part.status
+            if part.durable is not None:
+                durable[left] = part.durable
+            moved += part.bytes_moved
+            rest = _left_out(left, part)
+            if rest is None or time.monotonic() >= offered.deadline:
+                return moved
+            left = rest
 
     def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         width = offered.namespace.hash_bytes

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstrata.client import Client
+from kvstrata.client import BlockStatus, Client
 from kvstrata.client.aio import AsyncClient
 from kvstrata.proto.errors import Closed, InvalidArgument
-from tests.client.fake_pool import FakeMaster, FakeNode, packed
+from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
+from tests.client.test_pending import Transfer
 
 SIZE = 64
 
@@ -71,6 +72,32 @@ def test_a_cancelled_load_ends_before_the_cancellation(
             await asyncio.sleep(0.05)
             assert not task.done(), "the node may still write to the memory"
             nodes["a"].hold.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_load_has_settled_before_the_cancellation(
+    make: Callable[[], AsyncClient], nodes: dict[str, FakeNode]
+) -> None:
+    async def main() -> None:
+        async with make() as client:
+            ns = await client.namespace("g", block_bytes=SIZE, block_tokens=16)
+            blocks = client.register(np.zeros((2, SIZE), np.uint8)).rows(ns)
+            await client.store(ns, "", packed(2), blocks)
+            late = Transfer()
+            node = nodes["a"]
+            node.answers, node.pending = dict.fromkeys(split(packed(2)), BlockStatus.PENDING), (late,)
+            node.hold = threading.Event()
+            task = asyncio.create_task(client.load(ns, "", packed(2), blocks))
+            while not node.fetches or node.fetches[-1] == 0:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            node.hold.set()
+            await asyncio.wait([task], timeout=0.3)
+            assert not task.done(), "its memory may still be written to"
+            late.over.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
