@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.gpu.memory import Buffer, device_memory
-from kvstrata.transfer.regions import Region, flat_bytes, shareable
+from kvstrata.transfer.regions import BlockView, Region, flat_bytes, shareable
 from kvstrata.transfer.select import TransportChoice
 
 
@@ -54,6 +54,14 @@ class RegisteredMemory:
             return
         region.close()
         self._choice.unregister(region)
+
+    def ordered(self, blocks: BlockView) -> BlockView:
+        """Device memory as it will be after what the calling thread's current stream has queued by now, for a call
+        that other threads carry out. Blocks of host memory, or with a mark of their own, are as they were."""
+        memory = blocks.region.memory
+        if memory.on_host or blocks.after is not None:
+            return blocks
+        return blocks.coming_after(self._choice.staging.mark(memory))
 
     def totals(self) -> dict[str, object]:
         """{"count": regions, "bytes": their sum, "device_bytes": those on each device, as {"cuda:0": bytes}}."""

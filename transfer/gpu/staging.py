@@ -34,7 +34,7 @@ from kvstrata.transfer.base import (
     StatusArray,
 )
 from kvstrata.transfer.gpu.ring import CHUNK_BYTES, CHUNKS, HELD_MAX, Ring
-from kvstrata.transfer.gpu.runtime import Runtime
+from kvstrata.transfer.gpu.runtime import Event, Runtime
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.gpu.staged_fetch import StagedFetch
 from kvstrata.transfer.gpu.staged_push import StagedPush
@@ -56,6 +56,19 @@ class StagingOptions:
     chunks: int = CHUNKS
     held_max: int = HELD_MAX
     direct_bytes: int = DIRECT_BYTES
+
+
+class Unmarked:
+    """In the place of a mark that could not be made: nothing may come after it."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def done(self) -> bool:
+        raise Unavailable(self.reason)
+
+    def wait(self, timeout_s: float) -> bool:
+        raise Unavailable(self.reason)
 
 
 class Staging:
@@ -100,6 +113,21 @@ class Staging:
             held_max=options.held_max,
         )
 
+    def mark(self, memory: Memory) -> Event:
+        """What the calling thread's current stream has queued by now, for blocks of a call that others carry out.
+
+        Where there is no way to the device, an :class:`Unmarked`: the blocks are refused, and the call goes on.
+        """
+        try:
+            ring = self.ring(memory)
+        except Unavailable as error:
+            return Unmarked(str(error))
+        try:
+            return ring.runtime.mark()
+        except Unavailable as error:
+            ring.failed(str(error))
+            return Unmarked(str(error))
+
     def health(self) -> dict[str, dict[str, object]]:
         """By device, as in "cuda:0"; see :meth:`Ring.health`."""
         return {memory.spelled(): ring.health() for memory, ring in list(self._rings.items())}
@@ -135,7 +163,7 @@ class StagedPeer:
         if memory is HOST or memory.on_host:
             return self.inner.fetch(request)
         try:
-            ring = self._staging.ring(memory)
+            ring = self._ring(blocks)
         except Unavailable as error:
             return _unfetched(_refused(blocks, error))
         if request.verify == "always" or not self._direct(blocks):  # a checksum needs bytes on the host
@@ -155,7 +183,7 @@ class StagedPeer:
         if memory is HOST or memory.on_host:
             return self.inner.push(request)
         try:
-            ring = self._staging.ring(memory)
+            ring = self._ring(blocks)
         except Unavailable as error:
             return Pushed(_refused(blocks, error))
         if not self._direct(blocks):
@@ -168,6 +196,11 @@ class StagedPeer:
         except Unavailable as error:
             log.debug("staged: the way to device memory was lost", node=self.endpoint.node_id, reason=str(error))
         return StagedPush(self.inner, ring, request).run()
+
+    def _ring(self, blocks: BlockView) -> Ring:
+        if isinstance(blocks.after, Unmarked):
+            raise Unavailable(blocks.after.reason)
+        return self._staging.ring(blocks.region.memory)
 
     def _direct(self, blocks: BlockView) -> bool:
         """Whether the transport's own way to the device is there, and the better one."""
