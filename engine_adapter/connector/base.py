@@ -104,6 +104,7 @@ class ConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str] = []  #: of the worker side itself: threads that died, raise or stand still
     superseded: bool = False  #: the pool refuses stores: it says that this engine's weights are of the past
     waited_s: float = 0.0  #: how long the step's forward pass stood still for layered loads
+    layers_missed: bool = False  #: a layer of a layered load was not in place when it was read, however the load ended
 
 
 class ConnectorRequest(Protocol):
@@ -184,7 +185,8 @@ class SchedulerSide(Protocol):
 
         ``layered``, as :meth:`loads_by_layer` said: the request is computed in the step that ``build_meta`` is called
         for, and nothing of it is stored in that step. What the step brought for it counts only when a LoadEnd with all
-        tokens came with the step's outputs; otherwise it is as if it had not been computed, and waits for the LoadEnd.
+        tokens came with the step's outputs and none of these says ``layers_missed``; otherwise it is as if it had not
+        been computed, and waits for the LoadEnd.
         """
         ...
 
@@ -250,7 +252,7 @@ class WorkerSide(Protocol):
         step's layered loads bring to them.
 
         False when some of it will not be there, or the step has stood still for as long as it may: what is computed
-        then is not kept.
+        then is not kept, and the step's output says so (``layers_missed``) even if the load still ends well.
         """
         ...
 

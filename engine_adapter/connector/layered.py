@@ -100,16 +100,20 @@ class LayeredLoads:
         self._stand_still_s = stand_still_s
         self._loads: list[LayeredLoad] = []
         self._waited_s = 0.0
+        self._missed = False
 
     def add(self, load: LayeredLoad) -> None:
         self._loads.append(load)
 
     def wait_layer(self, layer: int) -> bool:
-        """See :meth:`WorkerSide.wait_layer`."""
-        good = True
+        """See :meth:`WorkerSide.wait_layer`. After a layer that was missed none is waited for: the step is in vain."""
         for load in self._loads:
-            good &= self._timed(partial(load.wait_layer, layer))
-        return good
+            self._missed = self._missed or not self._timed(partial(load.wait_layer, layer))
+        return not self._missed
+
+    def miss(self) -> None:
+        """A load of the step will not tell of its layers."""
+        self._missed = True
 
     def wait_ends(self) -> None:
         """Their jobs are over, or late; the step has nothing to do with them any more."""
@@ -121,6 +125,11 @@ class LayeredLoads:
         """How long this thread has waited since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
+
+    def take_missed(self) -> bool:
+        """Whether any layer was not in place when it was read since the last call, however the loads ended."""
+        missed, self._missed = self._missed, False
+        return missed
 
     def _timed(self, wait: Callable[[float], bool]) -> bool:
         started = time.monotonic()

@@ -82,6 +82,7 @@ class PoolSchedulerSide:
         self._stale_jobs = 0  # jobs up to this id are of older weights
         self._superseded = False
         self._waited_s = 0.0  # of the newest step, for layered loads
+        self._missed = False  # of the newest step: it read a layer that was not there
         self._late: set[int] = set()  # layered loads that did not end with their step
         self._problems: list[str] = []
         self._usable = pools_prefixes(layout)
@@ -216,6 +217,7 @@ class PoolSchedulerSide:
             self._superseded_is(any(output.superseded for output in outputs))
             self._problems = [f"rank {rank}: {text}" for rank, output in enumerate(outputs) for text in output.problems]
         self._waited_s = max((output.waited_s for output in outputs), default=0.0)
+        self._missed = any(output.layers_missed for output in outputs)
         self._counters.add("load_waited_seconds", self._waited_s)
         loads: list[LoadEnd] = []
         for rank, output in enumerate(outputs):
@@ -262,7 +264,7 @@ class PoolSchedulerSide:
             now=self._clock(),
         )
         if load.layered:
-            late = end.job.job_id in self._late
+            late = self._missed or end.job.job_id in self._late
             self._late.discard(end.job.job_id)
             # Of a late one nothing ran beside the step that anybody keeps.
             self.policy.beside.ended(end.seconds, end.seconds if late else self._waited_s)

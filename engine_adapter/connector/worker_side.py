@@ -134,6 +134,7 @@ class PoolWorkerSide:
             problems=self._problems_lately(),
             superseded=self._pool.superseded,
             waited_s=self._layered.take_waited_s(),
+            layers_missed=self._layered.take_missed(),
         )
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -214,10 +215,13 @@ class PoolWorkerSide:
     def _accepted(self, job: Job) -> OpenJob | None:
         """An open job to go on with; None when it has ended already."""
         opened = self._outbox.accept(job, self._pool.generation)
+        layered = job.layered and job.kind is JobKind.LOAD
+        if layered and (opened is None or self._layer_ranges is None):
+            self._layered.miss()
         if opened is None:
             log.error("a job id was given twice: the second job is ignored", job=job.job_id)
             return None
-        if job.layered and job.kind is JobKind.LOAD and self._layer_ranges is not None:
+        if layered and self._layer_ranges is not None:
             opened.layers = LayeredLoad(self._layer_ranges)
             self._layered.add(opened.layers)
         if problem := problem_of(job, self.layout):

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvstrata.engine_adapter.connector import worker_side
+from kvstrata.engine_adapter.connector.layered import LayeredLoads
+from kvstrata.engine_adapter.connector.pool import Pool
+from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide
+from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.config import EngineConfig
 from kvstrata.engine_adapter.paged.engine import Engine
+from kvstrata.engine_adapter.paged.model.arrays import HOST
+from kvstrata.engine_adapter.paged.ranks import worker
 from tests.e2e.real_engine import counters_are_zero, settle
 from tests.e2e.real_pool import RealPool
-from tests.e2e.test_engine_tokens import Prompt, config, conversations, serve
+from tests.e2e.test_engine_tokens import BLOCK, Prompt, config, conversations, serve
+from tests.engine_adapter.paged.model.strict_device import StrictArrays
 
 
 def layered(**pool: object) -> EngineConfig:
@@ -136,6 +149,84 @@ def test_a_slow_load_holds_a_step_up_for_half_a_second_and_goes_on_without_it(
     assert seen["loads_layered"] == seen["loads_layered_failed"] == 2
     assert seen["load_tokens"] == seen["load_tokens_asked"], "what came late counts all the same"
     assert seen["load_waited_seconds"] < 2 * 0.9
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_load_that_comes_after_it_was_read_changes_neither_token_nor_byte(
+    device: str,
+    pool: RealPool,
+    plain: list[Prompt],
+    opened: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins when the forward pass has given it up, and has ended, whole, when that has: all looks well then."""
+    prompts = conversations()[:4]
+    computed, late = f"computed, {device}", f"late, {device}"
+    alone = opened(config(masters=pool.address, load_policy="never"))
+    assert serve(alone, prompts, computed) == plain[:4]
+    writer = opened(config(masters=pool.address))
+    serve(writer, prompts[::2], late)
+    for engine in (alone, writer):
+        settle(engine)
+    monkeypatch.setattr(worker, "make_arrays", lambda device, rank: HOST if device == "cpu" else StrictArrays())
+    loads = LateLoads(monkeypatch)
+    reader = opened(msgspec.structs.replace(layered(masters=pool.address, load_deadline_ms=20_000), device=device))
+    assert serve(reader, prompts, late) == plain[:4]
+    counters_are_zero(reader)
+    seen = reader.stats().connector
+    assert seen["loads_layered"] == seen["loads_layered_failed"] == loads.missed > 0
+    assert seen["load_tokens"] == seen["load_tokens_asked"], "what came is kept"
+    for prompt in prompts:
+        assert np.array_equal(bytes_in_pool(alone, prompt, late), bytes_in_pool(alone, prompt, computed))
+
+
+class LateLoads:
+    """Layered loads of engines in this process: each is missed by its forward pass, and ends within the step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.missed = 0
+        self._given_up = threading.Event()
+        load, wait_layer, forward_ended = Pool.load, PoolWorkerSide.wait_layer, PoolWorkerSide.forward_ended
+
+        def load_late(pool: Pool, *args: Any) -> Any:
+            if args[4] is not None:
+                assert self._given_up.wait(20)
+            return load(pool, *args)
+
+        def wait(side: PoolWorkerSide, layer: int) -> bool:
+            good = wait_layer(side, layer)
+            if not good:
+                self._given_up.set()
+            return good
+
+        def end(side: PoolWorkerSide) -> None:
+            for one in side._layered._loads:
+                assert one.wait_end(20)
+                self.missed += self._given_up.is_set()
+            self._given_up.clear()
+            forward_ended(side)
+
+        monkeypatch.setattr(worker_side, "LayeredLoads", partial(LayeredLoads, 0.05))
+        monkeypatch.setattr(Pool, "load", load_late)
+        monkeypatch.setattr(PoolWorkerSide, "wait_layer", wait)
+        monkeypatch.setattr(PoolWorkerSide, "forward_ended", end)
+
+
+def bytes_in_pool(engine: Engine, prompt: Prompt, salt: str) -> npt.NDArray[np.uint8]:
+    """All full blocks of the prompt as the pool has them. ``engine``: whose namespace they are in."""
+    side: Any = engine.executor._worker._connector  # type: ignore[attr-defined]
+    namespace = side._pool._attachment.namespace(0, side._pool.generation)
+    hashes: list[bytes] = []
+    hasher = BlockHasher(BLOCK, engine.config.cache.hash_algorithm)
+    hasher.extend(hasher.root(salt), hashes, prompt)
+    client = side._pool._attachment.client
+    region = client.allocate(len(hashes) * namespace.block_bytes)
+    try:
+        result = client.load(namespace, salt, b"".join(hashes), region.rows(namespace))
+        assert result.loaded.all(), result.reasons
+        return np.array(region.bytes[: len(hashes) * namespace.block_bytes])
+    finally:
+        client.unregister(region)
 
 
 def test_a_node_that_stands_still_is_waited_for_no_longer_than_a_load_may_take(

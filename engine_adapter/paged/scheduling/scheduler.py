@@ -247,7 +247,8 @@ class Scheduler:
         assert batch is not None and output.step_id == batch.step_id, f"step {output.step_id} is not under way"
         assert all(rank.step_id == output.step_id for rank in ranks), "a rank answered another step"
         ends = self._connector_ends(batch, ranks)
-        self._settle_layered(batch, ends)
+        missed = any(rank.connector.layers_missed for rank in ranks if rank.connector is not None)
+        self._settle_layered(batch, ends, missed=missed)
         for request, count in batch.scheduled:
             # Aborted while the step ran: its blocks are gone, and its id may be another's.
             if request.status is RequestStatus.RUNNING and request not in batch.undone:
@@ -256,15 +257,16 @@ class Scheduler:
             self._load_ended(end)
         return self._reports.take()
 
-    def _settle_layered(self, batch: StepBatch, ends: dict[int, LoadEnd]) -> None:
-        """Take the ends of the step's layered loads. Where one did not bring all, the step did nothing for its
-        request; where one has not ended, the request waits for it as for any other load."""
+    def _settle_layered(self, batch: StepBatch, ends: dict[int, LoadEnd], *, missed: bool) -> None:
+        """Take the ends of the step's layered loads. Where one did not bring all, or a rank ``missed`` a layer of it
+        when it read it, the step did nothing for its request; where one has not ended, the request waits for it as for
+        any other load."""
         for job_id, (request, local) in batch.layered.items():
             end = ends.pop(job_id, None)
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
             loaded = end.loaded_tokens if end is not None else 0
-            if end is None or loaded < end.asked_tokens:
+            if end is None or loaded < end.asked_tokens or missed:
                 batch.undone.add(request)
                 self._workers.preempted(request.request_id)  # what they know of it is wrong
                 request.num_computed_tokens = local + loaded
@@ -273,7 +275,8 @@ class Scheduler:
                 self._reports.tell(request, f"computed in vain: job {job_id} has not ended")
                 continue
             self._kv.cache_blocks(request, local + loaded)
-            self._reports.tell(request, f"loaded {loaded} of {end.asked_tokens} tokens, job {job_id}")
+            late = ", in vain computed before" if missed else ""
+            self._reports.tell(request, f"loaded {loaded} of {end.asked_tokens} tokens, job {job_id}{late}")
             self._reports.sources(request, external=loaded)
 
     def _advance(self, request: Request, count: int, rank: ModelRunnerOutput) -> None:

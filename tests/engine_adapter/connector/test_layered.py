@@ -82,7 +82,7 @@ def test_a_layer_is_waited_for_until_its_pages_are_there(
     engine.side.forward_ended()
     output = engine.side.take_output()
     assert [(outcome.job_id, outcome.done) for outcome in output.outcomes] == [(2, b"\1" * 5)]
-    assert output.waited_s > 0 and engine.side.take_output().waited_s == 0
+    assert output.waited_s > 0 and not output.layers_missed and engine.side.take_output().waited_s == 0
     assert [engine.read(block) for block in range(20, 25)] == data and len(client.loads) == 1
 
 
@@ -114,6 +114,56 @@ def test_a_step_stands_still_for_so_long_and_no_longer(engine: Engine, client: S
     assert engine.side.wait_layer(0)
     client.loading.open()
     assert engine.outcome(2).done == b"\1\1"
+
+
+def test_a_layer_that_was_missed_is_told_of_though_the_load_ends_well_within_the_step(
+    engine: Engine, client: ScriptedClient
+) -> None:
+    engine.side._layered = LayeredLoads(stand_still_s=0.05)
+    stored(engine, 2)
+    client.loading.shut()
+    engine.side.start(load(2, 2))
+    client.loading.came()
+    assert not engine.side.wait_layer(0)
+    client.loading.open()
+    assert engine.side._layered._loads[0].wait_end(10)
+    assert not engine.side.wait_layer(3), "what is computed is in vain"
+    engine.side.forward_ended()
+    output = engine.side.take_output()
+    assert [outcome.done for outcome in output.outcomes] == [b"\1\1"] and output.layers_missed
+    assert engine.side.wait_layer(0) and not engine.side.take_output().layers_missed
+
+
+def test_a_range_that_failed_is_told_of_though_the_load_ends_well() -> None:
+    loads = LayeredLoads(stand_still_s=10)
+    one = LayeredLoad(LayerRanges.of([8, 16]))
+    loads.add(one)
+    one.landed(0, ALL)
+    one.landed(1, ~ALL)
+    one.end(loaded=True)
+    assert not loads.wait_layer(1)
+    loads.wait_ends()
+    assert loads.take_missed() and not loads.take_missed()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_one_of_two_loads_is_missed_by_the_step(late: int) -> None:
+    loads, pair = LayeredLoads(stand_still_s=0.01), [LayeredLoad(LayerRanges.of([8])) for _ in range(2)]
+    for one in pair:
+        loads.add(one)
+    pair[1 - late].landed(0, ALL)
+    assert not loads.wait_layer(0)
+    for one in pair:
+        one.end(loaded=True)
+    loads.wait_ends()
+    assert loads.take_missed()
+
+
+def test_a_load_that_cannot_tell_of_its_layers_is_missed(client: ScriptedClient) -> None:
+    several = Engine(client, FULL, WINDOW)
+    several.side.start(load(2, 2))
+    assert not several.side.wait_layer(0) and several.side.take_output().layers_missed
+    several.close()
 
 
 def test_jobs_that_never_begin_hold_nobody_up(engine: Engine) -> None:

@@ -620,6 +620,19 @@ def test_what_a_step_waited_and_whether_a_load_ended_with_it_is_counted() -> Non
     assert stats["load_waited_share"] == pytest.approx(0.1 + 0.2 * (1.0 - 0.1)), "a late one was waited for in vain"
 
 
+def test_a_load_whose_layers_were_missed_was_waited_for_in_vain_though_it_ended_with_its_step() -> None:
+    engine = layered_engine()
+    request = FakeRequest("r", 22)
+    engine.match(request, have=4)
+    load = layered_job(engine, request, list(range(1, 7)), 16)
+    outcome = JobOutcome(job_id=load.job_id, kind=JobKind.LOAD, done=b"\1" * 4, seconds=0.7)
+    output = ConnectorOutput(waited_s=0.1, layers_missed=True, outcomes=[outcome])
+    assert [end.loaded_tokens for end in engine.side.update_output([output])] == [16]
+    stats = engine.side.stats()
+    assert stats["loads_layered_failed"] == 1 and stats["load_waited_share"] == 1.0
+    engine.side.check()
+
+
 def test_groups_of_several_kinds_load_first() -> None:
     engine = Engine(layout=window_layout(), config=PoolConfig(load_policy="always", layered_loads="always"))
     request = FakeRequest("r", 22)

@@ -158,6 +158,8 @@ class SimulatedRanks:
         self._stored: dict[int, list[list[int]]] = {}  # what a store read, when it was allowed to
         #: What a layered load has done when its step ends, a row each; None: it has not ended.
         self.end_layered: Callable[[Job], Sequence[bool] | None] = lambda job: [True] * len(_rows(job))
+        #: Whether the last rank reads a layer of it too early, however it ends.
+        self.misses_layer: Callable[[Job], bool] = lambda job: False
 
     # -- the executor
 
@@ -169,13 +171,16 @@ class SimulatedRanks:
             assert job.job_id not in self.jobs
             self.jobs[job.job_id] = job
         spoiled: set[str] = set()
+        missed = False
         for job in meta.loads:
             self._scribble(job)
             if job.layered:
                 done = self.end_layered(job)
                 if done is not None:
                     self.end_job(job.job_id, done)
-                if done is None or not all(done):
+                early = self.misses_layer(job)
+                missed |= early
+                if done is None or not all(done) or early:
                     spoiled.add(job.request_id)
         sampled = self._compute(output, spoiled)
         for job in meta.stores:
@@ -185,10 +190,10 @@ class SimulatedRanks:
             ModelRunnerOutput(
                 step_id=output.step_id,
                 sampled=sampled,
-                connector=ConnectorOutput(outcomes=ended),
+                connector=ConnectorOutput(outcomes=ended, layers_missed=missed and rank == self._ranks - 1),
                 compute_s=self.compute_s,
             )
-            for _ in range(self._ranks)
+            for rank in range(self._ranks)
         ]
 
     def wake_fds(self) -> list[int]:
@@ -567,13 +572,16 @@ class World:
         enable_prefix_caching: bool = True,
         real_side: bool = False,
         layered: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.now = 0.0
         self.pool = Pool()
         self.step_config = step or StepConfig(max_num_batched_tokens=16, max_num_seqs=4, max_waiting=100)
         self.kv = KVCacheManager(config, hash_block_size=BLOCK, enable_prefix_caching=enable_prefix_caching)
         self.lives: dict[str, list[Life]] = {}
-        self.ranks = SimulatedRanks(config, self.step_config, lambda rid: self[rid].request.cache_salt, self.pool)
+        self.ranks = SimulatedRanks(
+            config, self.step_config, lambda rid: self[rid].request.cache_salt, self.pool, ranks
+        )
         self.scripted = ScriptedConnector(self.kv.pool, self.pool, store=store)
         self.scripted.layered = layered
         self.connector: ScriptedConnector | RecordedPoolSide | None = self.scripted if pool else None

@@ -59,7 +59,9 @@ class ScheduleMachine(RuleBasedStateMachine):
             layered=layered,
         )
         self.layered_ends: list[str] = []
+        self.early: set[int] = set()  # layered loads that are read before they have come
         self.world.ranks.end_layered = self._end_layered
+        self.world.ranks.misses_layer = lambda job: job.job_id in self.early
         self.live: list[Life] = []
         self.ended: list[str] = []
         self.late: dict[str, int] = {}  # steps until its lookup is answered
@@ -103,7 +105,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def end_jobs(self) -> None:
         self.world.end_jobs()
 
-    @rule(ends=st.lists(st.sampled_from(["whole", "none", "head", "late"]), max_size=4))
+    @rule(ends=st.lists(st.sampled_from(["whole", "none", "head", "late", "early"]), max_size=4))
     def layered_loads_end(self, ends: list[str]) -> None:
         """How the next ones end beside their steps."""
         self.layered_ends = ends
@@ -111,7 +113,9 @@ class ScheduleMachine(RuleBasedStateMachine):
     def _end_layered(self, job: Job) -> list[bool] | None:
         count = self.world.ranks.num_rows(job.job_id)
         how = self.layered_ends.pop() if self.layered_ends else "whole"
-        good = {"whole": count, "none": 0, "head": count // 2}.get(how)
+        if how == "early":
+            self.early.add(job.job_id)
+        good = {"whole": count, "early": count, "none": 0, "head": count // 2}.get(how)
         return None if good is None else [row < good for row in range(count)]
 
     @rule(request_id=st.sampled_from(IDS), steps=st.integers(1, 8))

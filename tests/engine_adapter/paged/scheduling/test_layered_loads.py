@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.engine_adapter.connector.base import Job
-from tests.engine_adapter.paged.simulated import BLOCK, FULL, SLIDING, World, kv_config
+from tests.engine_adapter.paged.simulated import BLOCK, FULL, SLIDING, Pool, World, kv_config
 
 PROMPT = list(range(4 * BLOCK + 2))
 STORED = 3 * BLOCK
+
+
+def stored_by_nobody_else(tokens: list[int]) -> dict[bytes, list[int]]:
+    """Blocks of these tokens, as an engine stores them that loads nothing: the last token's KV is never computed."""
+    pool = Pool()
+    pool.put(tokens[:-1])
+    return pool.blocks
 
 
 def world(*, max_tokens: int = 3, real_side: bool = False, **more: object) -> World:
@@ -41,6 +48,41 @@ def test_of_a_load_that_fails_the_step_did_nothing(good: int) -> None:
     made.check_outcome("a")
     assert made["a"].outputs[0].num_external_cached_tokens == good * BLOCK
     made.settle()
+    made.check_empty()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("good", [2, 3])
+def test_of_a_load_that_came_after_it_was_read_the_step_did_nothing(good: int, ranks: int) -> None:
+    """Though it ends within the step, whole: on any rank what was computed is of pages that were not there."""
+    made = world(ranks=ranks)
+    made.ranks.end_layered = lambda job: [row < good for row in range(3)]
+    made.ranks.misses_layer = lambda job: True
+    assert made.step().num_scheduled_tokens == {"a": len(PROMPT) - STORED} and not made["a"].tokens
+    output = made.step()
+    assert output.preempted == ["a"] and [new.num_computed_tokens for new in output.new] == [good * BLOCK]
+    made.run()
+    made.check_outcome("a")
+    assert made["a"].outputs[0].num_external_cached_tokens == good * BLOCK
+    made.settle()
+    assert made.pool.blocks == stored_by_nobody_else(PROMPT + made["a"].tokens)
+    made.check_empty()
+
+
+def test_one_of_a_prompt_in_chunks_is_read_too_early() -> None:
+    """The chunk beside the load ends before the prompt does: there is no token to drop, but there is KV."""
+    long = list(range(9 * BLOCK + 1))
+    made = World(kv_config(30, FULL), layered=True, real_side=True)
+    made.pool.put(long[:STORED])
+    made.add("a", long)
+    made.ranks.misses_layer = lambda job: True
+    made.step()
+    output = made.step()
+    assert output.preempted == ["a"] and [new.num_computed_tokens for new in output.new] == [STORED]
+    made.run()
+    made.check_outcome("a")
+    made.settle()
+    assert made.pool.blocks.items() <= stored_by_nobody_else(long + made["a"].tokens).items()
     made.check_empty()
 
 
