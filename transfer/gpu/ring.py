@@ -139,6 +139,7 @@ class Ring:
             log.error("staging failed", device=self._name, reason=problem)
 
     def succeeded(self) -> None:
+        """At least one copy of a call has ended, and none failed."""
         if self._problem:
             self._problem = ""
 

@@ -53,6 +53,7 @@ class StagedFetch:
         self._flying: deque[Flight] = deque()
         self._ranges: _Ranges | None = None
         self._device_failed = False
+        self._scatters_ended = 0
 
     def run(self) -> Fetched:
         """As :meth:`Peer.fetch`. A refusal of the whole call is raised when nothing touches the caller's memory."""
@@ -73,7 +74,7 @@ class StagedFetch:
                 raise refusal
             log.warning("a read was refused while a copy was under way", reason=f"{type(refusal).__name__}: {refusal}")
         self._tell_rest()
-        if not self._device_failed:
+        if self._scatters_ended and not self._device_failed:
             self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _LOADED)) * self._request.blocks.block_bytes
         return Fetched(self._status, self._tier, min(self._sequences, default=0), moved, tuple(self._pending))
@@ -159,12 +160,17 @@ class StagedFetch:
     def _land_all(self) -> None:
         while self._flying:
             flight = self._flying.popleft()
-            if self._ranges is not None and flight is self._ranges.flight:
-                self._ranges.tell_by(self._status == _LOADED, self._request.deadline)
             try:
-                self._land(flight)
-            except DeviceFailed as error:
-                self._failed(error)
+                if self._ranges is not None and flight is self._ranges.flight:
+                    self._ranges.tell_by(self._status == _LOADED, self._request.deadline)
+            finally:  # whatever the caller's callback raises
+                self._land_last(flight)
+
+    def _land_last(self, flight: Flight) -> None:
+        try:
+            self._land(flight)
+        except DeviceFailed as error:
+            self._failed(error)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a flight: its blocks are LOADED, or PENDING when the device is not done by the deadline.
@@ -179,6 +185,7 @@ class StagedFetch:
             self._ring.lose(flight.chunk)
             raise
         if ended:
+            self._scatters_ended += len(flight.events)
             status[rows[status[rows] == _FLYING]] = _LOADED
             self._ring.give_back(flight.chunk, flight.pending)
         else:

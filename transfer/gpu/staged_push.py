@@ -40,6 +40,7 @@ class StagedPush:
         self._pending: list[Landing] = []
         self._gathered: Flight | None = None  # the chunk that is pushed next
         self._device_failed = False
+        self._gathers_ended = 0
 
     def run(self) -> Pushed:
         """As :meth:`Peer.push`. A refusal of the whole call is raised when nothing reads the caller's memory."""
@@ -57,7 +58,7 @@ class StagedPush:
         if refusal is not None and not self._pending:
             raise refusal
         self._status[self._status == _UNKNOWN] = _REFUSED
-        if not self._device_failed:
+        if self._gathers_ended and not self._device_failed:
             self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _STORED)) * self._request.blocks.block_bytes
         return Pushed(self._status, moved, self._durable, tuple(self._pending))
@@ -72,8 +73,8 @@ class StagedPush:
             flight, self._gathered = self._gathered, None
             if flight is None:
                 flight = self._gather(self._take(step * block_bytes), first, stop)
-            chunk = self._try_take(step * block_bytes) if stop < count else None
             try:
+                chunk = self._try_take(step * block_bytes) if stop < count else None
                 if chunk is not None:
                     self._gathered = self._gather(chunk, stop, min(stop + step, count))
             finally:
@@ -151,6 +152,7 @@ class StagedPush:
             self._pending.append(landing)
             self._ring.give_back(flight.chunk, (landing,))
             return False
+        self._gathers_ended += 1
         return True
 
     def _failed(self, error: DeviceFailed) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata.proto.errors import FingerprintMismatch, Unavailable
 from kvstrata.proto.status import BlockStatus
-from kvstrata.transfer.base import Fetched, Mask
+from kvstrata.transfer.base import Fetch, Fetched, Mask
 from kvstrata.transfer.regions import BlockView, Region
 from tests.transfer.gpu.staged_peer import LOADED, MISSING, Gate, World, content, names, space, staged
 
@@ -181,6 +181,19 @@ def test_a_device_that_fails_costs_the_blocks_and_shows(world: World) -> None:
     assert world.staging.problems() == []
 
 
+def test_a_read_that_scattered_nothing_says_nothing_of_the_device(world: World) -> None:
+    hashes, _, rows, _ = filled(world, 2)
+    world.device.runtime.fail_next()
+    world.fetch(NS, hashes, rows)
+    assert world.fetch(NS, b"".join(names(2, "other")), rows).status.tolist() == [MISSING] * 2
+    with world.device.runtime.hold("scatter"):
+        late = world.fetch(NS, hashes, rows, deadline=time.monotonic() + 0.1)
+        assert statuses(late) == ["PENDING"] * 2
+        assert "illegal memory access" in world.staging.problems()[0]
+    assert world.fetch(NS, hashes, rows).status.tolist() == [LOADED] * 2
+    assert world.staging.problems() == []
+
+
 def test_of_a_chunk_that_was_scattered_in_part_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hole makes two scatters of one chunk; the second is not taken."""
     with staged(chunk_bytes=3 * SIZE) as world:
@@ -246,6 +259,31 @@ def test_a_mistake_in_a_transport_leaves_no_chunk_behind(world: World) -> None:
     world.node.entered = fail
     with pytest.raises(ZeroDivisionError):
         world.fetch(NS, hashes, rows)
+    world.check_quiet()
+
+
+def test_a_mistake_in_who_is_told_of_ranges_leaves_no_chunk_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes, data, rows, shadow = filled(world, 2)
+    fetch, answered = world.node.fetch, threading.Event()
+
+    def answer(request: Fetch) -> Fetched:
+        fetched = fetch(request)
+        answered.set()
+        return fetched
+
+    def fail(part: int, mask: Mask) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(world.node, "fetch", answer)
+    with ThreadPoolExecutor(1) as pool:
+        with world.device.runtime.hold("scatter"):  # so that the first range is told of after the node's answer
+            future = pool.submit(world.fetch, NS, hashes, rows, parts=(256, SIZE), landed=fail)
+            assert answered.wait(10)
+        with pytest.raises(ZeroDivisionError):
+            future.result(10)
+    assert (shadow == data).all(), "its scatters have ended"
     world.check_quiet()
 
 

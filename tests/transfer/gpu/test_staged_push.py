@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.proto.errors import FingerprintMismatch
+from kvstrata.proto.errors import FingerprintMismatch, Unavailable
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Pushed
+from kvstrata.transfer.gpu.runtime import Pinned
 from kvstrata.transfer.regions import BlockView
 from tests.transfer.gpu.staged_peer import Gate, World, content, names, space, staged
 
@@ -142,6 +143,40 @@ def test_a_device_that_fails_costs_the_blocks_and_shows(world: World) -> None:
     assert "illegal memory access" in world.staging.problems()[0]
     assert world.push(NS, b"".join(keys), view).status.tolist() == [STORED] * 2
     assert world.staging.problems() == []
+
+
+def test_what_no_gather_ended_of_says_nothing_of_the_device(world: World) -> None:
+    keys, _, view = filled(world, 2)
+    world.device.runtime.fail_next()
+    world.push(NS, b"".join(keys), view)
+    with world.device.runtime.hold("gather"):
+        late = world.push(NS, b"".join(keys), view, deadline=time.monotonic() + 0.1)
+        assert statuses(late) == ["PENDING"] * 2
+        assert "illegal memory access" in world.staging.problems()[0]
+    assert world.push(NS, b"".join(keys), view).status.tolist() == [STORED] * 2
+    assert world.staging.problems() == []
+
+
+def test_a_second_chunk_that_cannot_be_had_costs_its_own_blocks_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, rows, view = filled(world, 4)
+    pinned = world.device.runtime.pinned
+
+    def first_only(nbytes: int) -> Pinned:
+        if world.registered:
+            raise Unavailable(f"no {nbytes} bytes of pinned memory")
+        return pinned(nbytes)
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(world.device.runtime, "pinned", first_only)
+        for _ in range(5):  # once more than there may be chunks
+            pushed = world.push(NS, b"".join(keys), view, deadline=time.monotonic() + 2)
+            assert statuses(pushed) == ["STORED"] * 2 + ["REFUSED"] * 2
+            world.check_quiet()
+        assert "pinned memory" in world.staging.problems()[0]
+    assert world.push(NS, b"".join(keys), view).status.tolist() == [STORED] * 4
+    assert [world.node.blocks[key] for key in keys] == rows
 
 
 def test_a_refusal_is_raised_and_the_gather_ahead_has_ended(world: World) -> None:
