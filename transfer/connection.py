@@ -107,7 +107,7 @@ class Connection:
         self._request = (self._request + 1) & 0xFFFFFFFF
         left = self.silence_s if deadline is None else deadline - time.monotonic()
         if left < self.silence_s:
-            return self._call_shortly(kind, message, left, raw, fds)
+            return self._call_shortly(kind, message, left, raw, fds, meanwhile)
         try:
             self.stream.send(kind, self._request, message, raw, fds)
             if meanwhile is not None:
@@ -149,15 +149,24 @@ class Connection:
         return Silent(f"silent for {self.silence_s * 1e3:.0f} ms")
 
     def _call_shortly(
-        self, kind: int, message: bytes, left_s: float, raw: Sequence[memoryview], fds: Sequence[int]
+        self,
+        kind: int,
+        message: bytes,
+        left_s: float,
+        raw: Sequence[memoryview],
+        fds: Sequence[int],
+        meanwhile: Callable[[], None] | None,
     ) -> Frame:
         """A call whose deadline is nearer than the silence bound: running out says nothing of the peer."""
         if left_s <= 0:
             raise Late("the deadline passed before the request was sent")
+        deadline = time.monotonic() + left_s  # progress frames do not stretch it
         self.stream.set_silence(left_s)
         try:
             self.stream.send(kind, self._request, message, raw, fds)
-            return self._answer(time.monotonic() + left_s)  # progress frames do not stretch it
+            if meanwhile is not None:
+                meanwhile()
+            return self._answer(deadline)
         except (Silence, Silent) as error:
             self.broken = True
             raise Late(f"no answer within the {left_s * 1e3:.0f} ms that were left") from error

@@ -52,8 +52,11 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
     granted = np.flatnonzero(status == _RESERVED)
     if not len(granted):
         return
-    own = (np.zeros(len(granted), np.uint64) if hash_here else hashed[-1][granted]).tobytes()
-    commit = pb.Commit(reservation=reply.reservation, checksums=own)
+    if hash_here:
+        own = np.zeros(len(granted), np.uint64)
+    else:  # a node may grant a pull that was to commit at once, too
+        own = (hashed[-1] if hashed else checksums(blocks))[granted]
+    commit = pb.Commit(reservation=reply.reservation, checksums=own.tobytes())
     frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
     done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
     status[granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)

@@ -419,3 +419,23 @@ def test_a_frame_that_trickles_ends_its_connection(serve: Serve, me: Identity, m
             sock.sendall(bytes([byte]))
             time.sleep(0.01)
     sock.close()
+
+
+@pytest.mark.parametrize("left_s", [0.15, 5.0])
+def test_work_is_done_between_the_request_and_its_answer(serve: Serve, me: Identity, left_s: float) -> None:
+    """Also when the deadline is nearer than the silence that a connection bears."""
+    asked, done = threading.Event(), threading.Event()
+
+    def reserve(_: ServerConnection, __: Frame) -> Reply:
+        asked.set()
+        assert done.wait(5)
+        return Reply(Kind.RESERVE_OK)
+
+    def work() -> None:
+        assert asked.wait(5)
+        done.set()
+
+    channel = Channel([serve({Kind.RESERVE: reserve}).address], me)
+    channel.call(Kind.PING, b"", soon())
+    assert channel.call(Kind.RESERVE, b"", soon(left_s), meanwhile=work).kind == Kind.RESERVE_OK
+    channel.close()
