@@ -56,8 +56,8 @@ class StagedFetch:
         self._scatters_ended = 0
 
     def run(self) -> Fetched:
-        """As :meth:`Peer.fetch`. A refusal of the whole call is raised when nothing touches the caller's memory."""
-        refusal: Refused | None = None
+        """As :meth:`Peer.fetch`. What ends the whole call is raised when nothing touches the caller's memory."""
+        refusal: Exception | None = None
         try:
             self._fetch_all()
         except Refused as error:
@@ -66,13 +66,15 @@ class StagedFetch:
             settle(self._status, error)
         except DeviceFailed as error:
             self._failed(error)
+        except Exception as error:  # noqa: BLE001  raised below, or in the log
+            refusal = error
         finally:
             self._land_all()
             self._status[self._status == _UNKNOWN] = _REFUSED
         if refusal is not None:
             if not self._pending:
                 raise refusal
-            log.warning("a read was refused while a copy was under way", reason=f"{type(refusal).__name__}: {refusal}")
+            log.warning("a read was refused while a copy was under way", reason=str(refusal), exc_info=refusal)
         self._tell_rest()
         if self._scatters_ended and not self._device_failed:
             self._ring.succeeded()

@@ -14,12 +14,15 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto.errors import KVError, Refused, Unavailable
+from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing, Peer, Push, Pushed
 from kvstrata.transfer.gpu.flights import DeviceFailed, Flight, events_ended
 from kvstrata.transfer.gpu.layouts import packed, whole_blocks
 from kvstrata.transfer.gpu.ring import Chunk, Ring
 from kvstrata.transfer.link import settle, undecided
+
+log = get_logger(__name__)
 
 _UNKNOWN: Final = int(BlockStatus.UNKNOWN)
 _STORED: Final = int(BlockStatus.STORED)
@@ -43,8 +46,8 @@ class StagedPush:
         self._gathers_ended = 0
 
     def run(self) -> Pushed:
-        """As :meth:`Peer.push`. A refusal of the whole call is raised when nothing reads the caller's memory."""
-        refusal: Refused | None = None
+        """As :meth:`Peer.push`. What ends the whole call is raised when nothing reads the caller's memory."""
+        refusal: Exception | None = None
         try:
             self._push_all()
         except Refused as error:
@@ -53,10 +56,14 @@ class StagedPush:
             settle(self._status, error)
         except DeviceFailed as error:
             self._failed(error)
+        except Exception as error:  # noqa: BLE001  raised below, or in the log
+            refusal = error
         finally:
             self._drop_gathered()
-        if refusal is not None and not self._pending:
-            raise refusal
+        if refusal is not None:
+            if not self._pending:
+                raise refusal
+            log.warning("a write was refused while a copy was under way", reason=str(refusal), exc_info=refusal)
         self._status[self._status == _UNKNOWN] = _REFUSED
         if self._gathers_ended and not self._device_failed:
             self._ring.succeeded()

@@ -250,6 +250,22 @@ def test_a_refusal_of_the_call_is_raised_when_no_copy_is_under_way(world: World)
     world.check_quiet()
 
 
+@pytest.mark.parametrize("error", [FingerprintMismatch("another epoch"), ZeroDivisionError("a mistake")])
+def test_an_error_hides_no_copy_that_is_under_way(world: World, error: Exception) -> None:
+    hashes, _, rows, _ = filled(world, 4)
+
+    def fail(turn: int) -> None:
+        if turn == 2:
+            raise error
+
+    world.node.entered = fail
+    with world.device.runtime.hold("scatter"):
+        late = world.fetch(NS, hashes, rows, deadline=time.monotonic() + 0.5)
+        assert statuses(late) == ["PENDING"] * 2 + ["REFUSED"] * 2
+        assert not any(one.settled() for one in late.pending)
+    assert all(one.wait(time.monotonic() + 10) for one in late.pending)
+
+
 def test_a_mistake_in_a_transport_leaves_no_chunk_behind(world: World) -> None:
     hashes, _, rows, _ = filled(world, 2)
 
@@ -260,6 +276,21 @@ def test_a_mistake_in_a_transport_leaves_no_chunk_behind(world: World) -> None:
     with pytest.raises(ZeroDivisionError):
         world.fetch(NS, hashes, rows)
     world.check_quiet()
+
+
+def test_a_mistake_in_a_transport_hides_no_copy_that_is_late(world: World) -> None:
+    hashes, data, rows, shadow = filled(world, 4)
+
+    def fail(turn: int) -> None:
+        if turn == 2:
+            raise ZeroDivisionError
+
+    world.node.entered = fail
+    with world.device.runtime.hold("scatter"):
+        fetched = world.fetch(NS, hashes, rows, deadline=time.monotonic() + 0.2)
+        assert statuses(fetched) == ["PENDING"] * 2 + ["REFUSED"] * 2
+    assert all(one.wait(time.monotonic() + 10) for one in fetched.pending)
+    assert (shadow[:2] == data[:2]).all()
 
 
 def test_a_mistake_in_who_is_told_of_ranges_leaves_no_chunk_behind(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.proto.errors import FingerprintMismatch, Unavailable
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Pushed
-from kvstrata.transfer.gpu.runtime import Pinned
+from kvstrata.transfer.gpu.runtime import Event, Pinned
 from kvstrata.transfer.regions import BlockView
 from tests.transfer.gpu.staged_peer import Gate, World, content, names, space, staged
 
@@ -189,6 +191,34 @@ def test_a_refusal_is_raised_and_the_gather_ahead_has_ended(world: World) -> Non
     with pytest.raises(FingerprintMismatch):
         world.push(NS, b"".join(keys), view)
     world.check_quiet()
+
+
+@pytest.mark.parametrize("error", [FingerprintMismatch("another epoch"), ZeroDivisionError("a mistake")])
+def test_an_error_hides_no_gather_that_is_under_way(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    keys, _, view = filled(world, 4)
+    gather = world.device.runtime.gather
+    begun: list[Event] = []
+
+    def fail(turn: int) -> None:
+        raise error
+
+    with ExitStack() as held:
+
+        def second_is_held(*args: Any) -> Event:
+            if begun:
+                assert begun[0].wait(10)
+                held.enter_context(world.device.runtime.hold("gather"))
+            begun.append(gather(*args))
+            return begun[-1]
+
+        monkeypatch.setattr(world.device.runtime, "gather", second_is_held)
+        world.node.entered = fail
+        late = world.push(NS, b"".join(keys), view, deadline=time.monotonic() + 0.5)
+        assert statuses(late) == ["REFUSED"] * 2 + ["PENDING"] * 2
+        assert not any(one.settled() for one in late.pending)
+    assert all(one.wait(time.monotonic() + 10) for one in late.pending)
 
 
 def test_a_gather_comes_after_the_mark_that_its_blocks_carry_and_after_nothing_else(world: World) -> None:
