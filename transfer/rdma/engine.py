@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.memory import HOST, Memory
 
 Int64s = npt.NDArray[np.int64]
@@ -61,6 +62,10 @@ class Job(Protocol):
         """``call`` runs once it has settled: now, or in the owner thread. It must be quick and must not raise."""
 
 
+class NotInTime(Unavailable):
+    """The owner did not get to it: it has refused nothing."""
+
+
 class Registration(Protocol):
     """Memory that the agent knows. ``metadata``: what another agent needs to reach it."""
 
@@ -87,7 +92,8 @@ class RailEngine(Protocol):
         """The same, without the memory."""
 
     def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Registration:
-        """Raises :class:`Unavailable` with what to do (memlock, ...) when the memory cannot be registered."""
+        """Raises :class:`Unavailable` with what to do (memlock, ...) when the memory cannot be registered,
+        :class:`NotInTime` when that is not known yet."""
 
     def add_peer(self, metadata: bytes) -> str:
         """Its agent's name; once more adds to what is known of it. Raises :class:`InvalidArgument` for garbage,

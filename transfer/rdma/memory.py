@@ -6,7 +6,6 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from kvstrata.proto.errors import Busy, Closed, Unavailable
 from kvstrata.transfer.gpu.allocations import whole_allocations
 from kvstrata.transfer.gpu.runtimes import runtime_of
-from kvstrata.transfer.rdma.engine import Job, RailEngine, Registration
+from kvstrata.transfer.rdma.engine import Job, NotInTime, RailEngine, Registration
 from kvstrata.transfer.rdma.pattern import pattern
 from kvstrata.transfer.regions import Region
 
@@ -94,8 +93,7 @@ class LocalMemory:
         except BaseException as error:
             for registration in made:
                 registration.close()
-            # An agent that did not answer in time has not refused.
-            if isinstance(error, Unavailable) and not isinstance(error.__context__, FutureTimeout):
+            if isinstance(error, Unavailable) and not isinstance(error, NotInTime):
                 with self._lock:
                     if not region.closed:
                         self._refused[region.id] = str(error)

@@ -22,7 +22,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.agent import Agent, AgentError
 from kvstrata.transfer.rdma.driver import Driver
-from kvstrata.transfer.rdma.engine import Pieces
+from kvstrata.transfer.rdma.engine import NotInTime, Pieces
 from kvstrata.transfer.rdma.envelope import seal
 from kvstrata.transfer.rdma.jobs import RailJob, RailRegistration
 from kvstrata.transfer.rdma.ledger import Freed, Held, Ledger
@@ -235,7 +235,7 @@ class Owner:
         except FutureTimeout:
             if not answer.cancel() and late is not None:
                 answer.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
-            raise Unavailable(f"the agent's thread did not answer within {within_s:.0f} s") from None
+            raise NotInTime(f"the agent's thread did not answer within {within_s:.0f} s") from None
 
     def _answer(self, answer: Future[T], work: Callable[[Driver], T], within_s: float) -> None:
         if not answer.set_running_or_notify_cancel():
