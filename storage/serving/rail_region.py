@@ -15,7 +15,7 @@ from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.engine import Job, Pieces
 
 Int64s = npt.NDArray[np.int64]
-#: Begins a read of the second pieces into the first.
+#: Begins a read of the second pieces into the first. Those that read from the same agent are equal.
 Starter = Callable[[Pieces, Pieces], Job]
 
 
@@ -70,6 +70,13 @@ class RailRegion:
         self.flights = Flights()
         self._start = start
         self._address = address
+
+    def serves(self, other: RailRegion) -> bool:
+        """Whether it is open, and the same memory of the same agent."""
+        return not self.flights.closed and self._named() == other._named()
+
+    def _named(self) -> tuple[object, ...]:
+        return self._start, self._address, self.nbytes, self.memory
 
     def read(self, target: Int64s, offset: Int64s, length: Int64s) -> Job:
         """Begin what :meth:`MappedRegion.pull` does. Both ends are in use until the job has settled.

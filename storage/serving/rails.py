@@ -19,7 +19,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -49,6 +49,17 @@ TEST_S: Final = 2.0
 AGENT_BYTES_MAX: Final = 1 << 20
 #: The agent gets this long to settle what it has posted when the node stops.
 CLOSE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReads:
+    """A :data:`Starter`: reads from one agent's memory."""
+
+    rails: NodeRails
+    agent: str
+
+    def __call__(self, local: Pieces, remote: Pieces) -> Job:
+        return self.rails.read(self.agent, local, remote)
 
 
 class NodeRails:
@@ -174,7 +185,7 @@ class NodeRails:
         if name != agent:
             self._engine.remove_peer(name)
             raise InvalidArgument(f"the memory is agent {name!r}'s, and the session's agent is {agent!r}")
-        return partial(self._read, agent)
+        return AgentReads(self, agent)
 
     def stir(self, session: bytes) -> None:
         """The session is about to read by itself: its agent may need an answer of ours."""
@@ -187,7 +198,8 @@ class NodeRails:
 
     # ------------------------------------------------------------------ transfers
 
-    def _read(self, agent: str, local: Pieces, remote: Pieces) -> Job:
+    def read(self, agent: str, local: Pieces, remote: Pieces) -> Job:
+        """Begin a read from memory of ``agent``. Raises :class:`Unavailable` once the node stops."""
         if not self._flights.begin():
             raise Unavailable("the node is stopping")
         try:

@@ -119,13 +119,25 @@ class RegionBook:
 
     def keep(self, session: bytes, number: int, region: ClientRegion) -> None:
         """Raises :class:`Busy` at the bound, and when transfers from the number's earlier region do not settle."""
-        self._settle(session, number, SETTLE_S)
+        until = time.monotonic() + SETTLE_S
+        settled: ClientRegion | None = None
+        while not self._kept(session, number, region, settled):
+            settled = self._settle(session, number, until - time.monotonic())
+
+    def _kept(self, session: bytes, number: int, region: ClientRegion, settled: ClientRegion | None) -> bool:
+        """False while another region than ``settled`` has the number; the same memory, named twice, stays as it is."""
         with self._lock:
             self._ended.discard(session)
             regions = self._regions.setdefault(session, {})
+            known = regions.get(number)
+            if isinstance(known, RailRegion) and isinstance(region, RailRegion) and known.serves(region):
+                return True
+            if known is not settled:
+                return False
             if len(regions) >= REGIONS_MAX and number not in regions:
                 raise Busy(f"{REGIONS_MAX} regions are registered in this session: unregister some")
             regions[number] = region
+            return True
 
     def unregister(self, session: bytes, number: int, within_s: float = SETTLE_S) -> None:
         """Forget a region, once no transfer from it is in flight; an unknown one is passed over.
@@ -133,11 +145,14 @@ class RegionBook:
         Raises :class:`Busy` when they have not settled in time: no other begins, and its owner has to ask again before
         it lets go of the memory.
         """
-        region = self._settle(session, number, within_s)
-        with self._lock:
-            regions = self._regions.get(session, {})
-            if regions.get(number) is region:
-                regions.pop(number, None)
+        until = time.monotonic() + within_s
+        while True:
+            region = self._settle(session, number, until - time.monotonic())
+            with self._lock:
+                regions = self._regions.get(session, {})
+                if regions.get(number) is region:  # else another came meanwhile, and may be read
+                    regions.pop(number, None)
+                    return
 
     def _settle(self, session: bytes, number: int, within_s: float) -> ClientRegion | None:
         region = self._regions.get(session, {}).get(number)

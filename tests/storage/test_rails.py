@@ -23,8 +23,9 @@ from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.serving import process_memory, rails, regions
 from kvstrata.storage.serving.rail_opening import open_rails
+from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
-from kvstrata.transfer.rdma.engine import JobState
+from kvstrata.transfer.rdma.engine import JobState, Pieces
 from kvstrata.transfer.rdma.pattern import mismatch, pattern
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions, Rails
 
@@ -365,6 +366,54 @@ def test_unregistering_waits_for_what_is_about_to_settle(engine: FakeEngine, wri
     writer.unregister()
     timer.join()
     assert engine.jobs[0].settled()
+
+
+def test_the_same_memory_registered_again_is_left_as_it_is(
+    node: StorageNode, engine: FakeEngine, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "SETTLE_S", 0.02)
+    engine.behave = posted
+    writer.pull(range(4), deadline_ms=1)
+    assert writer.register() == "rdma"
+    with pytest.raises(Busy, match="have not settled"):
+        writer.register(memory=writer.memory[BLOCK_BYTES:])
+    with pytest.raises(Busy, match="1 transfers from region 1 have not settled"):
+        writer.unregister()
+    engine.jobs[0].finish()
+    writer.unregister()
+
+
+@pytest.mark.parametrize("call", ["keep", "unregister"])
+def test_a_region_that_came_meanwhile_is_settled_too(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    book, session, jobs = regions.RegionBook(), b"s" * 16, list[FakeJob]()
+
+    def start(local: Pieces, remote: Pieces) -> FakeJob:
+        jobs.append(FakeJob("writer", local, remote))
+        return jobs[-1]
+
+    def region(address: int) -> RailRegion:
+        return RailRegion(start, address, 4096)
+
+    book.keep(session, 1, region(4096))
+    monkeypatch.setattr(regions, "SETTLE_S", 0.02)
+    settle, other, turns = book._settle, region(8192), list[int]()
+
+    def meanwhile(session: bytes, number: int, within_s: float) -> regions.ClientRegion | None:
+        found = settle(session, number, within_s)
+        turns.append(1)
+        if len(turns) == 1:
+            monkeypatch.setattr(book, "_settle", settle)
+            book.keep(session, 1, other)
+            other.read(*(np.array([value], np.int64) for value in (4096, 0, 16)))
+        return found
+
+    monkeypatch.setattr(book, "_settle", meanwhile)
+    with pytest.raises(Busy, match="1 transfers from region 1 have not settled"):
+        book.keep(session, 1, region(12288)) if call == "keep" else book.unregister(session, 1, 0.02)
+    assert len(other.flights) == 1 and len(book) == 1
+    jobs[0].finish(JobState.FAILED, "the test is over")
+    book.unregister(session, 1)
+    assert len(book) == 0
 
 
 def test_device_memory_is_read_as_such_and_over_rails_only(node: StorageNode, engine: FakeEngine) -> None:
