@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvstrata.proto.errors import Closed, InvalidArgument
 from kvstrata.proto.keys import Namespace
 from kvstrata.transfer.gpu.memory import host_memory
+from kvstrata.transfer.holders import Holders
 from kvstrata.transfer.memory import HOST, Memory
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Region:
         self.memfd = memfd
         self.owner = owner
         self.closed = False
+        self.holders = Holders()
 
     @classmethod
     def on_device(cls, memory: Memory, address: int, nbytes: int, owner: object, *, writable: bool = True) -> Region:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from functools import partial
 from typing import Final
 
 from kvstrata.proto.logs import get_logger
@@ -35,6 +36,7 @@ class RdmaTransport:
         self._tcp = TcpTransport(identity)
         self._own = own or ClientRails(identity.name, options)
         self._peers: weakref.WeakSet[RdmaPeer] = weakref.WeakSet()
+        self._leaving: dict[int, Region] = {}  # unregistered by its owner, not by our agent
         if only:
             self._own.warm_up()
 
@@ -47,6 +49,8 @@ class RdmaTransport:
 
     def connect(self, endpoint: Endpoint) -> RdmaPeer:
         self._own.warm_up()
+        for region in list(self._leaving.values()):
+            region.holders.look()  # this peer may come in place of one that held it, and is gone
         peer = RdmaPeer(self._tcp.connect(endpoint), self._own, only=self._only)
         self._peers.add(peer)
         return peer
@@ -58,12 +62,17 @@ class RdmaTransport:
     def unregister(self, region: Region) -> None:
         """Have everybody forget it. Takes a second a node that may be reading it, and for reads into it, at most.
 
-        What has not settled then keeps the memory alive, until it has: that is logged, and in health.
+        What has not settled then keeps the memory alive, and registered where a node may read it, until it has: that is
+        logged, and in health.
         """
         peers = list(self._peers)
-        held = [peer for peer in peers if not peer.forget(region)]
-        until = time.monotonic() + SETTLE_S
-        open_reads = [one for peer in peers for one in peer.unsettled(region) if not one.wait(until)]
+        self._leaving[region.id] = region
+        try:
+            held = [peer for peer in peers if not peer.forget(region)]
+            until = time.monotonic() + SETTLE_S
+            open_reads = [one for peer in peers for one in peer.unsettled(region) if not one.wait(until)]
+        finally:
+            region.holders.when_none(partial(self._let_go, region))
         if held or open_reads:
             log.warning(
                 "unregistered memory stays: transfers that name it have not settled",
@@ -71,6 +80,9 @@ class RdmaTransport:
                 reads=len(open_reads),
                 nodes=[peer.endpoint.node_id for peer in held],
             )
+
+    def _let_go(self, region: Region) -> None:
+        self._leaving.pop(region.id, None)
         self._own.forget(region)
 
     def rail_health(self) -> dict[str, object]:
@@ -82,4 +94,5 @@ class RdmaTransport:
         """End the agent: reads that have not settled get a bounded time, and keep their memory if they do not."""
         self._peers.clear()
         self._own.close()
+        self._leaving.clear()
         self._tcp.close()
