@@ -54,6 +54,7 @@ class StagedFetch:
         self._ranges: _Ranges | None = None
         self._device_failed = False
         self._scatters_ended = 0
+        self._mistake: Exception | None = None  # what ``landed`` raised: nothing is told after it
 
     def run(self) -> Fetched:
         """As :meth:`Peer.fetch`. What ends the whole call is raised when nothing touches the caller's memory."""
@@ -71,11 +72,13 @@ class StagedFetch:
         finally:
             self._land_all()
             self._status[self._status == _UNKNOWN] = _REFUSED
+        if refusal is None or self._pending:
+            self._tell_rest()
+        refusal = refusal or self._mistake
         if refusal is not None:
             if not self._pending:
                 raise refusal
             log.warning("a read was refused while a copy was under way", reason=str(refusal), exc_info=refusal)
-        self._tell_rest()
         if self._scatters_ended and not self._device_failed:
             self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _LOADED)) * self._request.blocks.block_bytes
@@ -165,7 +168,7 @@ class StagedFetch:
             try:
                 if self._ranges is not None and flight is self._ranges.flight:
                     self._ranges.tell_by(self._status == _LOADED, self._request.deadline)
-            finally:  # whatever the caller's callback raises
+            finally:
                 self._land_last(flight)
 
     def _land_last(self, flight: Flight) -> None:
@@ -208,8 +211,11 @@ class StagedFetch:
         return loaded
 
     def tell(self, part: int, loaded: Mask) -> None:
-        if self._request.landed is not None:
-            self._request.landed(part, loaded)
+        if self._request.landed is not None and self._mistake is None:
+            try:
+                self._request.landed(part, loaded)
+            except Exception as error:  # noqa: BLE001  raised by run(), or in the log
+                self._mistake = error
 
     def _tell_rest(self) -> None:
         """Ranges that were not told of before: of what is loaded."""

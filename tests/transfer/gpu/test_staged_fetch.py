@@ -278,21 +278,6 @@ def test_a_mistake_in_a_transport_leaves_no_chunk_behind(world: World) -> None:
     world.check_quiet()
 
 
-def test_a_mistake_in_a_transport_hides_no_copy_that_is_late(world: World) -> None:
-    hashes, data, rows, shadow = filled(world, 4)
-
-    def fail(turn: int) -> None:
-        if turn == 2:
-            raise ZeroDivisionError
-
-    world.node.entered = fail
-    with world.device.runtime.hold("scatter"):
-        fetched = world.fetch(NS, hashes, rows, deadline=time.monotonic() + 0.2)
-        assert statuses(fetched) == ["PENDING"] * 2 + ["REFUSED"] * 2
-    assert all(one.wait(time.monotonic() + 10) for one in fetched.pending)
-    assert (shadow[:2] == data[:2]).all()
-
-
 def test_a_mistake_in_who_is_told_of_ranges_leaves_no_chunk_behind(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +301,20 @@ def test_a_mistake_in_who_is_told_of_ranges_leaves_no_chunk_behind(
             future.result(10)
     assert (shadow == data).all(), "its scatters have ended"
     world.check_quiet()
+
+
+def test_a_mistake_in_who_is_told_of_ranges_hides_no_copy_that_is_late(world: World) -> None:
+    hashes, data, rows, shadow = filled(world, 2)
+
+    def fail(part: int, mask: Mask) -> None:
+        raise ZeroDivisionError
+
+    with world.device.runtime.hold("scatter"):
+        until = time.monotonic() + 0.2
+        fetched = world.fetch(NS, hashes, rows, parts=(256, SIZE), landed=fail, deadline=until)
+        assert statuses(fetched) == ["PENDING"] * 2
+    assert all(one.wait(time.monotonic() + 10) for one in fetched.pending)
+    assert (shadow == data).all()
 
 
 def test_a_node_that_is_lost_is_not_asked_for_the_rest(world: World) -> None:
