@@ -49,9 +49,11 @@ class Storer:
             if stop := self._gate.stop(jobs[0], start_by):
                 return stop
             pending: list[Landing] = []
-            status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation, pending)
-            for opened in jobs if pending else ():
-                opened.pending.extend(pending)
+            try:
+                status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation, pending)
+            finally:
+                for opened in jobs if pending else ():
+                    opened.pending.extend(pending)
             _share(jobs, chunk.column, chunk.start, status)
             if verdict_of(status) is not Verdict.ANSWERED:
                 return ABSENT

@@ -131,13 +131,13 @@ class RdmaPeer:
                 request.landed(index, loaded)
 
         reading: Reading | None = None
-        problem: KVError | None = None
+        problem: Exception | None = None
         try:
             reading = Reading(opened, granted, blocks)
             good = reading.run(lambda job: wait_for(job, self.link.channel, request.deadline), request.parts, landed)
             status[granted.positions] = self._verdict(request, granted, blocks, good)
             self.rails.worked()
-        except KVError as error:
+        except Exception as error:  # noqa: BLE001  a mistake is raised below, unless it would hide what is left
             problem = error
         finally:
             left = self._left(reading, request, problem)
@@ -152,13 +152,17 @@ class RdmaPeer:
             self.rails.failed(opened, str(problem))
         if left is not None:
             status[granted.positions] = BlockStatus.PENDING
+            if not isinstance(problem, KVError):
+                log.error("a read failed while a transfer was under way", exc_info=problem)
             return (left,)
+        if not isinstance(problem, KVError):
+            raise problem
         if failed and not reported:
             raise RailFailed(str(problem)) from problem
         settle(status, problem)
         return ()
 
-    def _left(self, reading: Reading | None, request: Fetch, problem: KVError | None) -> Unsettled | None:
+    def _left(self, reading: Reading | None, request: Fetch, problem: Exception | None) -> Unsettled | None:
         """What is under way still, and will not be waited for."""
         jobs = [] if reading is None else [job for job in reading.jobs if not job.settled()]
         if isinstance(problem, LeaseExpired):  # the node is alive: what is left comes soon

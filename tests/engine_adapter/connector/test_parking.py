@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.engine_adapter.connector import parking
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, JobKind
+from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.proto.status import BlockStatus
 from tests.engine_adapter.connector.scripted_client import Engine, ScriptedClient, job, load, names, store
 
@@ -94,6 +95,24 @@ def test_stores_that_went_as_one_all_wait(engine: Engine, landing: Landing) -> N
     landing.over.set()
     assert engine.outcome(1).done == b"\1"
     assert engine.outcome(2).done == b"\0"
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_mistake_after_a_call_frees_no_memory(
+    engine: Engine, landing: Landing, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(Pool, "_ended", fail)
+    if kind == "load":
+        engine.side.start(load(1, names(2), [3, 4]))
+    else:
+        engine.store(store(1, names(2), [3, 4]))
+    until(lambda: parked(engine) == 1 or bool(engine.take()))
+    assert parked(engine) == 1
+    landing.over.set()
+    assert engine.outcome(1).done == b"\0\0"
 
 
 def test_weights_that_change_do_not_free_the_memory(engine: Engine, landing: Landing, client: ScriptedClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,28 @@ def test_a_read_that_does_not_settle_is_pending_and_keeps_its_lease(world: World
     until(lambda: (peer.upkeep(), up(peer))[1])
     until(lambda: (peer.upkeep(), not len(world.node.state.leases))[1])
     assert peer.fetch(asked(rows)).status.tolist() == [S.LOADED] * COUNT
+
+
+def test_a_mistake_in_who_hears_of_ranges_hides_no_read_that_is_under_way(world: World) -> None:
+    peer = world.connect()
+    world.stored(peer)
+    jobs: list[FakeJob] = []
+
+    def first_only(job: FakeJob) -> None:
+        jobs.append(job)
+        (FakeJob.finish if len(jobs) == 1 else posted)(job)
+
+    def listen(part: int, mask: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    world.ours.behave = first_only
+    into = np.zeros_like(world.data)
+    request = replace(asked(world.rows(into), 0.5), parts=(BLOCK_BYTES // 2, BLOCK_BYTES), landed=listen)
+    fetched = peer.fetch(request)
+    assert fetched.status.tolist() == [S.PENDING] * COUNT
+    assert not any(one.settled() for one in fetched.pending)
+    jobs[1].finish()
+    assert all(one.settled() for one in fetched.pending)
 
 
 def test_a_read_that_was_never_posted_is_late_and_leaves_nothing(world: World) -> None:
