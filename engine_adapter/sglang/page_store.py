@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
-from kvstrata.client import BlockStatus, PoolNamespace
+from kvstrata.client import BlockStatus, LoadResult, PoolNamespace, StoreResult
 from kvstrata.engine_adapter.connector.pool_client import BlockClient
 from kvstrata.engine_adapter.sglang.host_pages import HostPages, Indices
 from kvstrata.engine_adapter.sglang.page_keys import page_hash, page_hashes
@@ -15,6 +17,9 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.regions import Region
 
 log = get_logger(__name__)
+
+#: How often it is said that pages are still in use.
+STILL_S: Final = 5.0
 
 
 class PageStore:
@@ -42,10 +47,12 @@ class PageStore:
             return []
         try:
             blocks = self._region.view(self._namespace, self._pages.offsets(indices))
-            return list(map(bool, self._client.load(self._namespace, "", page_hashes(keys), blocks).loaded))
+            result = self._client.load(self._namespace, "", page_hashes(keys), blocks)
         except KVError as error:
             log.warning("pages_not_loaded", pages=len(keys), error=str(error))
             return [False] * len(keys)
+        _wait(result)
+        return list(map(bool, result.loaded))
 
     def store(self, keys: Sequence[str], indices: Indices, before: Sequence[str] = ()) -> list[bool]:
         """Offer each page; ``before`` are the names before the first in its chain, as far as they are known.
@@ -61,5 +68,15 @@ class PageStore:
         except KVError as error:
             log.warning("pages_not_stored", pages=len(keys), error=str(error))
             return [False] * len(keys)
+        _wait(result)
         done: list[bool] = np.logical_or(result.stored, result.status == BlockStatus.IN_FLIGHT).tolist()
         return done
+
+
+def _wait(result: LoadResult | StoreResult) -> None:
+    """Until no one-sided transfer touches the pages any more. SGLang takes them back when a call returns, and has no
+    way to be told to wait: a thread of its that stands still is better than pages that change under it."""
+    while not result.settled(time.monotonic() + STILL_S):
+        log.error(
+            "pages_in_use", reason="a node stands still in the middle of a transfer; waiting for it to go on or die"
+        )

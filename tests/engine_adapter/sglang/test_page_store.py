@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstrata.client import BlockStatus, Client, StoreResult
+from kvstrata.client import BlockStatus, Client, LoadResult, StoreResult
 from kvstrata.engine_adapter.sglang.page_store import PageStore
 from tests.e2e.real_pool import RealPool, until
 from tests.engine_adapter.sglang.stand_ins import AbsentClient, ArrayPool, Config
@@ -108,6 +108,31 @@ def test_trouble_is_a_miss(client: Client) -> None:
     assert whole.hit_pages([]) == 0 and whole.load([], slots[:0]) == whole.store([], slots[:0]) == []
     client.close()
     assert whole.hit_pages(keys) == 0 and whole.load(keys, slots) == whole.store(keys, slots) == [False, False]
+
+
+def test_pages_are_given_back_when_nothing_touches_them_any_more(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node stands still in the middle of a one-sided read."""
+    host = ArrayPool()
+    store = opened(client, host)
+    asked: list[float] = []
+
+    class Landing:
+        def settled(self) -> bool:
+            return len(asked) > 2
+
+        def wait(self, deadline: float) -> bool:
+            asked.append(deadline)
+            return self.settled()
+
+    def load(*_: object) -> LoadResult:
+        status = np.array([BlockStatus.PENDING], np.uint8)
+        return LoadResult.of(status, np.zeros(1, np.uint8), 0.0, 0, (Landing(),))
+
+    monkeypatch.setattr(client, "load", load)
+    assert store.load(names(1, "still"), host.slots_of(0)) == [False]
+    assert len(asked) == 3
 
 
 def test_what_another_writer_stores_now_is_no_failure(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
