@@ -95,8 +95,12 @@ def serve(
         LoadChoice, typer.Option(help="Load what is faster to load than to compute, or not.", rich_help_panel=_POOL)
     ] = LoadChoice.auto,
     layered_loads: Annotated[
-        LoadChoice, typer.Option(help="Load beside the step that needs it, layer by layer.", rich_help_panel=_POOL)
-    ] = LoadChoice.auto,
+        LoadChoice,
+        typer.Option(
+            help="Load beside the step that needs it, layer by layer; auto: where it seems to pay.",
+            rich_help_panel=_POOL,
+        ),
+    ] = LoadChoice.never,
     load_deadline_ms: Annotated[
         int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
     ] = 5_000,

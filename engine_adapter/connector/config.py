@@ -17,7 +17,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     transport: str = "auto"
     verify: Literal["always", "sample", "never"] = "sample"
     load_policy: LoadPolicy = "auto"  #: auto: load what is faster to load than to compute
-    layered_loads: LoadPolicy = "auto"  #: beside the forward pass; auto: where what was measured says that it pays
+    layered_loads: LoadPolicy = "never"  #: beside the forward pass; auto: where what was measured says that it pays
     load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
     lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
     store: bool = True

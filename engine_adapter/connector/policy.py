@@ -87,7 +87,7 @@ class LoadOrCompute:
     """Decides for one engine. ``deadline_s``: a load ends by then. ``aligned_tokens``: loads are multiples of it."""
 
     def __init__(
-        self, policy: LoadPolicy, deadline_s: float, aligned_tokens: int, layered: LoadPolicy = "auto"
+        self, policy: LoadPolicy, deadline_s: float, aligned_tokens: int, layered: LoadPolicy = "never"
     ) -> None:
         self.policy = policy
         self.pool_ready = True  # until a worker says otherwise: the first loads find out

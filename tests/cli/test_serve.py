@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import select
@@ -20,6 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.cli.cluster import Cluster, Plan
+from kvstrata.cli.serve import serve
+from kvstrata.engine_adapter.connector.config import PoolConfig
 
 FREE = "127.0.0.1:0"
 Start = Callable[..., "Server"]
@@ -228,6 +231,11 @@ def refused(*arguments: str) -> tuple[int, str]:
     env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     return done.returncode, done.stderr
+
+
+def test_loads_by_layer_are_asked_for() -> None:
+    default = inspect.signature(serve).parameters["layered_loads"].default
+    assert default.value == PoolConfig().layered_loads == "never"
 
 
 def test_a_device_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:

@@ -640,8 +640,17 @@ def test_groups_of_several_kinds_load_first() -> None:
     assert not engine.side.loads_by_layer(request, 16, 6)
 
 
-def test_by_what_was_measured_a_load_runs_beside_the_step_or_before_it() -> None:
+def test_no_load_runs_beside_a_step_unless_asked_for() -> None:
     engine = Engine(config=PoolConfig(load_policy="always"))
+    request = FakeRequest("r", 22)
+    engine.match(request, have=4)
+    engine.side.forward_done(100, 1.0)
+    engine.side.policy.load_seconds.add(4 * 64, 0.02)
+    assert not engine.side.loads_by_layer(request, 16, 6)
+
+
+def test_by_what_was_measured_a_load_runs_beside_the_step_or_before_it() -> None:
+    engine = Engine(config=PoolConfig(load_policy="always", layered_loads="auto"))
     request = FakeRequest("r", 22)
     engine.match(request, have=4)
     assert not engine.side.loads_by_layer(request, 16, 6), "nothing is known yet"
