@@ -45,25 +45,6 @@ LINGER_S: Final = 0.020
 SPIN_S: Final = 50e-6
 
 
-class Guard:
-    """A lock that knows whether this thread holds it: a finalizer may run in the middle of what it would wait for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._by = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._by = 0
-        self._lock.release()
-
-    def mine(self) -> bool:
-        return self._by == threading.get_ident()
-
-
 class Owner:
     """See :class:`kvstrata.transfer.rdma.engine.RailEngine`."""
 
@@ -74,7 +55,7 @@ class Owner:
         self.kind = kind
         self._linger_s = linger_s
         self._pid = os.getpid()
-        self._lock = Guard()
+        self._lock = threading.RLock()  # entered by one thread once: see _mid_step()
         #: Held by whoever uses the driver: the owner, or a caller whose read can begin at once.
         self._hands = threading.Lock()
         self._ledger = Ledger()
@@ -118,7 +99,7 @@ class Owner:
         return self._ask(lambda driver: driver.add_peer(bytes(metadata)))
 
     def remove_peer(self, name: str) -> None:
-        if self._lock.mine():  # a client was collected as garbage just here
+        if self._mid_step():  # a client was collected as garbage just here
             self._calls.put(lambda: self.remove_peer(name))
         elif self._here():
             with self._lock:
@@ -189,7 +170,7 @@ class Owner:
         memory alive until they have, or the process ends."""
         if self._pid != os.getpid():
             return
-        if self._lock.mine():
+        if self._mid_step():
             self._calls.put(lambda: self.close(0.0))
             return
         with self._lock:
@@ -217,6 +198,10 @@ class Owner:
             raise Closed("one-sided transfers do not survive a fork: open a client in the child")
         if self._closing:
             raise Closed("the agent is closed")
+
+    def _mid_step(self) -> bool:
+        """Whether this thread is in the middle of a step: a finalizer runs wherever an allocation was."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks too
 
     def _here(self) -> bool:
         return self._pid == os.getpid() and not self._ended.is_set()
@@ -262,7 +247,7 @@ class Owner:
             transfer.ended()
 
     def _drop(self, job: RailJob) -> None:
-        if self._lock.mine():
+        if self._mid_step():
             self._calls.put(lambda: self._drop(job))
         elif self._here():
             with self._lock:
@@ -270,7 +255,7 @@ class Owner:
             self._later(freed)
 
     def _close_memory(self, held: Held) -> None:
-        if self._lock.mine():
+        if self._mid_step():
             self._calls.put(lambda: self._close_memory(held))
         elif self._here():
             with self._lock:
