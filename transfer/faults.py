@@ -16,20 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.errors import InvalidArgument
-from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus, HintKind
+from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import (
     Endpoint,
     Fetch,
     Fetched,
-    Lease,
-    Named,
     Peer,
     Push,
     Pushed,
     StatusArray,
     Transport,
 )
+from kvstrata.transfer.in_front import PeerInFront
 from kvstrata.transfer.regions import BlockView, Region
 
 
@@ -89,13 +87,11 @@ class FaultyTransport:
         self.inner.close()
 
 
-class FaultyPeer:
+class FaultyPeer(PeerInFront):
     """Wraps a peer."""
 
     def __init__(self, inner: Peer, faults: Faults) -> None:
-        self.inner = inner
-        self.endpoint = inner.endpoint
-        self.transport = f"{inner.transport}+faults"
+        super().__init__(inner)
         self._faults = faults
         self._random = random.Random(faults.seed)
         self._lock = threading.Lock()
@@ -103,6 +99,10 @@ class FaultyPeer:
             if not hasattr(inner, "tamper"):
                 raise InvalidArgument(f"the {inner.transport} transport has no place to corrupt bytes")
             inner.tamper = self._tamper
+
+    @property
+    def transport(self) -> str:
+        return f"{self.inner.transport}+faults"
 
     def fetch(self, request: Fetch) -> Fetched:
         self._delay(request.deadline)
@@ -132,24 +132,6 @@ class FaultyPeer:
             durable = np.zeros(len(hit), bool)
             durable[kept] = pushed.durable
         return replace(pushed, status=status, durable=durable)
-
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
-        return self.inner.view(namespace, salt, hashes, deadline, epoch)
-
-    def prefetch(self, blocks: Named) -> StatusArray:
-        return self.inner.prefetch(blocks)
-
-    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
-        return self.inner.hint(blocks, kind, ttl_s)
-
-    def reachable(self) -> bool:
-        return self.inner.reachable()
-
-    def upkeep(self) -> None:
-        self.inner.upkeep()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _draw(self, count: int, rate: float) -> npt.NDArray[np.bool_]:
         with self._lock:

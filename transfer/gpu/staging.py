@@ -18,15 +18,11 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto.errors import Closed, Unavailable
-from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
-from kvstrata.proto.status import BlockStatus, HintKind
+from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import (
-    Endpoint,
     Fetch,
     Fetched,
-    Lease,
-    Named,
     Peer,
     Push,
     Pushed,
@@ -38,6 +34,7 @@ from kvstrata.transfer.gpu.runtime import Event, Runtime
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.gpu.staged_fetch import StagedFetch
 from kvstrata.transfer.gpu.staged_push import StagedPush
+from kvstrata.transfer.in_front import PeerInFront
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.regions import BlockView, Region
 
@@ -144,18 +141,13 @@ class Staging:
             ring.close()
 
 
-class StagedPeer:
+class StagedPeer(PeerInFront):
     """A peer whose ``fetch`` and ``push`` take device memory too."""
 
     def __init__(self, inner: Peer, staging: Staging) -> None:
-        self.inner = inner
-        self.endpoint: Endpoint = inner.endpoint
+        super().__init__(inner)
         self._staging = staging
         self._reaches = inner.reaches_memory if isinstance(inner, ReachesMemory) else None
-
-    @property
-    def transport(self) -> str:
-        return self.inner.transport
 
     def fetch(self, request: Fetch) -> Fetched:
         blocks = request.blocks
@@ -206,26 +198,6 @@ class StagedPeer:
         """Whether the transport's own way to the device is there, and the better one."""
         large = blocks.block_bytes >= blocks.pieces * self._staging.options.direct_bytes
         return large and self._reaches is not None and self._reaches(blocks.region)
-
-    # ------------------------------------------------------------------ all else is the inner peer's
-
-    def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
-        return self.inner.view(namespace, salt, hashes, deadline, epoch)
-
-    def prefetch(self, blocks: Named) -> StatusArray:
-        return self.inner.prefetch(blocks)
-
-    def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
-        return self.inner.hint(blocks, kind, ttl_s)
-
-    def reachable(self) -> bool:
-        return self.inner.reachable()
-
-    def upkeep(self) -> None:
-        self.inner.upkeep()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def _unready(ring: Ring, blocks: BlockView, deadline: float) -> StatusArray | None:
