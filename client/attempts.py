@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstrata.client.asked import Asked
-from kvstrata.client.landing import Landing
+from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.client.outcomes import WHOLE_CALL
 from kvstrata.client.plan import Where
 from kvstrata.client.reading import Attempt
@@ -17,14 +17,14 @@ from kvstrata.transfer.base import Fetch, Fetched, Peer, Verify
 from kvstrata.transfer.regions import BlockView
 
 
-def copying(asked: Asked, blocks: BlockView, verify: Verify, landing: Landing | None = None) -> Attempt:
-    """Block i of the call into row i of ``blocks``; ``landing`` hears of byte ranges as they come."""
+def copying(asked: Asked, blocks: BlockView, verify: Verify, ranges: LandedRanges | None = None) -> Attempt:
+    """Block i of the call into row i of ``blocks``; ``ranges`` hears of byte ranges as they come."""
     namespace, salt = asked.namespace, asked.salt
 
     def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         into = blocks if where is None else blocks[where]
         request = Fetch(namespace, salt, hashes, into, asked.attempt_deadline, verify, namespace.epoch)
-        return peer.fetch(request) if landing is None else landing.fetch(peer, request, where)
+        return peer.fetch(request) if ranges is None else ranges.fetch(peer, request, where)
 
     return fetch
 

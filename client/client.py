@@ -33,7 +33,7 @@ from kvstrata.client.fanout import Fanout
 from kvstrata.client.health import health_report
 from kvstrata.client.hinting import Hinter, checked_ttl
 from kvstrata.client.keeper import start_keeper
-from kvstrata.client.landing import Landing
+from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
@@ -260,8 +260,8 @@ class Client:
         count = check_blocks(namespace, packed, blocks, into=True)
         blocks = self._memory.ordered(blocks)
         ends = checked_parts(namespace, parts, landed)
-        landing = Landing(count, ends, landed) if landed is not None else None
-        return self._load(namespace, cache_salt, packed, blocks, started, landing)
+        ranges = LandedRanges(count, ends, landed) if landed is not None else None
+        return self._load(namespace, cache_salt, packed, blocks, started, ranges)
 
     def load_async(
         self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes, blocks: BlockView
@@ -283,21 +283,21 @@ class Client:
         packed: bytes,
         blocks: BlockView,
         started: float,
-        landing: Landing | None = None,
+        ranges: LandedRanges | None = None,
     ) -> LoadResult:
         count = len(blocks)
         if not count:
             return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
         asked = self._asked(namespace, salt, packed, count, blocks.pieces, started)
-        attempt = copying(asked, blocks, self._verify, landing)
-        fetched = self._reader.read(asked, attempt, None if landing is None else landing.over)
-        if landing is not None:
-            landing.finish(fetched.status)
-            if landing.problem is not None:
+        attempt = copying(asked, blocks, self._verify, ranges)
+        fetched = self._reader.read(asked, attempt, None if ranges is None else ranges.over)
+        if ranges is not None:
+            ranges.finish(fetched.status)
+            if ranges.problem is not None:
                 if not fetched.pending:
-                    raise landing.problem
-                refused_late("load", landing.problem)
+                    raise ranges.problem
+                refused_late("load", ranges.problem)
         seconds = time.monotonic() - started
         result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
         self._counters.add("load", result.reasons, fetched.bytes_moved)

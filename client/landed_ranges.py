@@ -18,7 +18,7 @@ from kvstrata.transfer.base import Fetch, Fetched, Mask, Peer, StatusArray
 _LOADED: Final = int(BlockStatus.LOADED)
 
 
-class Landing:
+class LandedRanges:
     """One call's ranges. ``told(k, mask)`` is called in order of k, once each, from any thread but one at a time.
 
     Range k is told when every block of the call has it, or is ``over``: bool[count], not asked for any more. A block

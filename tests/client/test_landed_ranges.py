@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.client import BlockStatus, Client
-from kvstrata.client.landing import Landing
+from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Mask
@@ -83,7 +83,7 @@ def asked(count: int) -> Fetch:
 def test_what_was_told_of_and_taken_back_is_not_made_good_by_another_replica() -> None:
     """Whoever heard of it may have read the first one's bytes."""
     told: Told = []
-    landing = Landing(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
+    landing = LandedRanges(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
     both = [[True, True]] * 2
     landing.fetch(TellingPeer(both, [LOADED, int(S.CORRUPT)]), asked(2), None)  # type: ignore[arg-type]
     assert landing.over.tolist() == [False, True]
@@ -93,7 +93,7 @@ def test_what_was_told_of_and_taken_back_is_not_made_good_by_another_replica() -
 
 def test_what_nobody_heard_of_may_be_tried_again() -> None:
     told: Told = []
-    landing = Landing(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
+    landing = LandedRanges(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
     first, second = np.array([0]), np.array([1])
     landing.fetch(TellingPeer([[True]], [int(S.CORRUPT)]), asked(1), first)  # type: ignore[arg-type]
     assert not landing.over.any() and not told
@@ -109,7 +109,7 @@ def test_a_block_that_is_loaded_was_in_place_whenever_it_was_told_of(data: st.Da
     """Attempts in any order, on any positions: told masks only lose blocks, and those that are lost stay lost."""
     count = data.draw(st.integers(1, 4))
     told: Told = []
-    landing = Landing(count, ENDS, lambda k, mask: told.append((k, mask.tolist())))
+    landing = LandedRanges(count, ENDS, lambda k, mask: told.append((k, mask.tolist())))
     status = np.full(count, S.MISSING, np.uint8)
     for _ in range(data.draw(st.integers(1, 4))):
         open_now = np.flatnonzero((status != LOADED) & ~landing.over)
