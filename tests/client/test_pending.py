@@ -16,28 +16,16 @@ from kvstrata.client.transfers import TransferState
 from kvstrata.proto.errors import FingerprintMismatch, ForbiddenSalt
 from kvstrata.transfer.base import Push, Pushed
 from tests.client.fake_pool import FakeMaster, FakeNode, FakePeer, packed, split
+from tests.transfer.late_transfer import LateTransfer
 
 SIZE = 64
 S = BlockStatus
 
 
-class Transfer:
-    """A landing that settles when it is told to."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def settled(self) -> bool:
-        return self.over.is_set()
-
-    def wait(self, deadline: float) -> bool:
-        return self.over.wait(max(0.0, deadline - time.monotonic()))
-
-
 @pytest.fixture
-def late(nodes: dict[str, FakeNode], master: FakeMaster) -> Transfer:
+def late(nodes: dict[str, FakeNode], master: FakeMaster) -> LateTransfer:
     """Both nodes have eight blocks; node a's answer for the first two is PENDING."""
-    landing = Transfer()
+    landing = LateTransfer()
     nodes["a"].answers = dict.fromkeys(split(packed(8), 16)[:2], S.PENDING)
     nodes["a"].pending = (landing,)
     return landing
@@ -52,7 +40,7 @@ def stored(client: Client, nodes: dict[str, FakeNode], master: FakeMaster) -> Ca
 
 
 def test_a_pending_block_is_asked_of_nobody_else(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     into = stored(client, nodes, master)()
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
@@ -75,7 +63,7 @@ def test_a_pending_block_is_asked_of_nobody_else(
 
 
 def test_a_transfer_is_pending_until_its_memory_is_free(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     into = stored(client, nodes, master)()
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
@@ -91,7 +79,7 @@ def test_a_transfer_is_pending_until_its_memory_is_free(
 
 
 def test_a_store_that_is_still_being_read_says_so(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
     master.place_at = ["a"]
@@ -128,7 +116,7 @@ def halved(client: Client, nodes: dict[str, FakeNode], master: FakeMaster) -> Ca
 
 
 def test_a_load_that_another_node_refuses_tells_what_is_pending(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     load = halved(client, nodes, master)
     nodes["b"].fails = FingerprintMismatch("other weights")
@@ -148,7 +136,7 @@ def test_a_load_whose_next_lookup_is_refused_tells_what_is_pending(
     client: Client,
     nodes: dict[str, FakeNode],
     master: FakeMaster,
-    late: Transfer,
+    late: LateTransfer,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
 ) -> None:
@@ -170,7 +158,7 @@ def test_a_load_whose_next_lookup_is_refused_tells_what_is_pending(
 
 
 def test_a_load_whose_listener_fails_tells_what_is_pending(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     into = stored(client, nodes, master)()
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
@@ -190,7 +178,7 @@ def test_a_load_whose_listener_fails_tells_what_is_pending(
 
 
 def test_a_store_that_another_node_refuses_tells_what_is_pending(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer
 ) -> None:
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
     master.place_at = ["a", "b"]
@@ -207,7 +195,7 @@ def test_a_store_that_another_node_refuses_tells_what_is_pending(
 
 
 def test_a_store_that_is_refused_in_a_later_turn_tells_what_is_pending(
-    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: Transfer, monkeypatch: pytest.MonkeyPatch
+    client: Client, nodes: dict[str, FakeNode], master: FakeMaster, late: LateTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ns = client.namespace("model/p", block_bytes=SIZE, block_tokens=16)
     master.place_at = ["a"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,28 +12,18 @@ from kvstrata.engine_adapter.connector.base import ConnectorMeta, JobKind
 from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.proto.status import BlockStatus
 from tests.engine_adapter.connector.scripted_client import Engine, ScriptedClient, job, load, names, store
+from tests.transfer.late_transfer import LateTransfer
 
 Start = Callable[..., Engine]
 
 
-class Landing:
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def settled(self) -> bool:
-        return self.over.is_set()
-
-    def wait(self, deadline: float) -> bool:
-        return self.over.wait(max(0.0, deadline - time.monotonic()))
+@pytest.fixture
+def landing() -> LateTransfer:
+    return LateTransfer()
 
 
 @pytest.fixture
-def landing() -> Landing:
-    return Landing()
-
-
-@pytest.fixture
-def client(landing: Landing) -> ScriptedClient:
+def client(landing: LateTransfer) -> ScriptedClient:
     """The second of any two blocks is late, and may still be written to, or read."""
     return ScriptedClient(answers={names(1): BlockStatus.LOADED, names(1, 1): BlockStatus.PENDING}, pending=(landing,))
 
@@ -60,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])
-def test_a_job_is_over_when_its_memory_is_free(engine: Engine, landing: Landing, kind: str) -> None:
+def test_a_job_is_over_when_its_memory_is_free(engine: Engine, landing: LateTransfer, kind: str) -> None:
     if kind == "load":
         engine.side.start(load(1, names(2), [3, 4]))
     else:
@@ -76,7 +65,7 @@ def test_a_job_is_over_when_its_memory_is_free(engine: Engine, landing: Landing,
     assert engine.side.stats()["jobs_parked"] == 0
 
 
-def test_others_go_on_meanwhile(engine: Engine, landing: Landing, client: ScriptedClient) -> None:
+def test_others_go_on_meanwhile(engine: Engine, landing: LateTransfer, client: ScriptedClient) -> None:
     engine.side.start(load(1, names(2), [3, 4]))
     until(lambda: parked(engine) == 1)
     client.pending = ()
@@ -87,7 +76,7 @@ def test_others_go_on_meanwhile(engine: Engine, landing: Landing, client: Script
     engine.outcome(1)
 
 
-def test_stores_that_went_as_one_all_wait(engine: Engine, landing: Landing) -> None:
+def test_stores_that_went_as_one_all_wait(engine: Engine, landing: LateTransfer) -> None:
     one = job(1, JobKind.STORE, names(1), [3])
     two = job(2, JobKind.STORE, names(1, 1), [4], first_index=1, parent=names(1))
     engine.store(ConnectorMeta(stores=[one, two]))
@@ -99,7 +88,7 @@ def test_stores_that_went_as_one_all_wait(engine: Engine, landing: Landing) -> N
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_mistake_after_a_call_frees_no_memory(
-    engine: Engine, landing: Landing, monkeypatch: pytest.MonkeyPatch, kind: str
+    engine: Engine, landing: LateTransfer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a mistake")
@@ -115,7 +104,9 @@ def test_a_mistake_after_a_call_frees_no_memory(
     assert engine.outcome(1).done == b"\0\0"
 
 
-def test_weights_that_change_do_not_free_the_memory(engine: Engine, landing: Landing, client: ScriptedClient) -> None:
+def test_weights_that_change_do_not_free_the_memory(
+    engine: Engine, landing: LateTransfer, client: ScriptedClient
+) -> None:
     client.loading.shut()
     engine.side.start(load(1, names(2), [3, 4]))
     client.loading.came()
@@ -127,7 +118,7 @@ def test_weights_that_change_do_not_free_the_memory(engine: Engine, landing: Lan
     assert engine.outcome(1).done == b"\0\0"
 
 
-def test_no_more_is_begun_while_much_of_the_engine_waits(engine: Engine, landing: Landing) -> None:
+def test_no_more_is_begun_while_much_of_the_engine_waits(engine: Engine, landing: LateTransfer) -> None:
     enough = engine.layout.num_blocks // parking.SHARE // 2 + 1
     for number in range(enough):
         engine.side.start(load(number, names(2), [2 * number + 1, 2 * number + 2]))
@@ -140,7 +131,7 @@ def test_no_more_is_begun_while_much_of_the_engine_waits(engine: Engine, landing
     assert engine.outcome(101).done == b"\1"
 
 
-def test_what_waits_long_is_a_problem(engine: Engine, landing: Landing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_long_is_a_problem(engine: Engine, landing: LateTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parking, "LONG_S", 0.0)
     engine.side.start(load(1, names(2), [3, 4]))
     until(lambda: parked(engine) == 1)

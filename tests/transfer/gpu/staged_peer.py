@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,19 +101,6 @@ def _put(blocks: BlockView, index: int, data: bytes, low: int, high: int) -> Non
 
 def _got(blocks: BlockView, index: int) -> bytes:
     return b"".join(blocks.region.bytes[a : a + n].tobytes() for a, n in blocks.table[index].tolist())
-
-
-class Gate:
-    """A :class:`Landing` that settles when it is told."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-
-    def settled(self) -> bool:
-        return self.open.is_set()
-
-    def wait(self, deadline: float) -> bool:
-        return self.open.wait(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass

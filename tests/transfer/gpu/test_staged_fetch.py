@@ -17,7 +17,8 @@ from kvstrata.proto.errors import FingerprintMismatch, Unavailable
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Fetch, Fetched, Mask
 from kvstrata.transfer.regions import BlockView, Region
-from tests.transfer.gpu.staged_peer import LOADED, MISSING, Gate, World, content, names, space, staged
+from tests.transfer.gpu.staged_peer import LOADED, MISSING, World, content, names, space, staged
+from tests.transfer.late_transfer import LateTransfer
 
 SIZE = 1024
 NS = space(SIZE)
@@ -141,7 +142,7 @@ def test_a_device_that_is_late_leaves_blocks_pending_until_it_is_not(world: Worl
 
 def test_what_a_transport_may_still_write_is_the_chunk_and_not_the_callers_memory(world: World) -> None:
     hashes, _, rows, _ = filled(world, 2)
-    late, gate = names(2)[1], Gate()
+    late, gate = names(2)[1], LateTransfer()
     world.node.blocks.pop(late)
     world.node.statuses, world.node.pending = {late: BlockStatus.PENDING}, (gate,)
     fetched = world.fetch(NS, hashes, rows)
@@ -151,7 +152,7 @@ def test_what_a_transport_may_still_write_is_the_chunk_and_not_the_callers_memor
     world.node.pending = ()
     assert world.fetch(NS, hashes, rows).status[0] == LOADED
     assert world.node.fetches[1].blocks.region is not first, "a chunk that may be written to is not used"
-    gate.open.set()
+    gate.over.set()
     world.fetch(NS, hashes, rows)
     assert world.ring.health()["held"] == 0
     world.check_quiet()
@@ -159,11 +160,11 @@ def test_what_a_transport_may_still_write_is_the_chunk_and_not_the_callers_memor
 
 def test_chunks_that_are_held_have_a_bound(world: World) -> None:
     hashes, _, rows, _ = filled(world, 1)
-    gate = Gate()
+    gate = LateTransfer()
     world.node.pending = (gate,)
     found = [statuses(world.fetch(NS, hashes, rows, deadline=time.monotonic() + 0.2))[0] for _ in range(8)]
     assert found == ["LOADED"] * 6 + ["LATE"] * 2, "4 chunks and 2 more"
-    gate.open.set()
+    gate.over.set()
     world.node.pending = ()
     assert world.fetch(NS, hashes, rows).status.tolist() == [LOADED]
     assert world.ring.health()["held"] == 0 and len(world.registered) == 4, "no more stay than there were"

@@ -18,7 +18,8 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Pushed
 from kvstrata.transfer.gpu.runtime import Event, Pinned
 from kvstrata.transfer.regions import BlockView
-from tests.transfer.gpu.staged_peer import Gate, World, content, names, space, staged
+from tests.transfer.gpu.staged_peer import World, content, names, space, staged
+from tests.transfer.late_transfer import LateTransfer
 
 SIZE = 1024
 NS = space(SIZE)
@@ -126,12 +127,12 @@ def test_a_gather_that_is_late_is_pending_and_never_stored(world: World) -> None
 
 def test_what_a_transport_may_still_read_is_the_chunk_and_not_the_callers_memory(world: World) -> None:
     keys, _, view = filled(world, 2)
-    gate = Gate()
+    gate = LateTransfer()
     world.node.statuses, world.node.pending = {keys[1]: BlockStatus.PENDING}, (gate,)
     pushed = world.push(NS, b"".join(keys), view)
     assert statuses(pushed) == ["STORED", "LATE"] and pushed.pending == ()
     assert world.ring.health()["held"] == 1
-    gate.open.set()
+    gate.over.set()
     world.node.pending = ()
     world.push(NS, b"".join(keys), view)
     world.check_quiet()

@@ -22,7 +22,8 @@ from kvstrata.transfer.gpu.staging import StagedPeer, Staging, StagingOptions
 from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.regions import BlockView, Region
 from tests.transfer.gpu.fake_device import fake_device
-from tests.transfer.gpu.staged_peer import CUDA, DictPeer, Gate, World, content, names, space, staged
+from tests.transfer.gpu.staged_peer import CUDA, DictPeer, World, content, names, space, staged
+from tests.transfer.late_transfer import LateTransfer
 
 LARGE = 512 << 10
 NS = space(LARGE)
@@ -169,25 +170,25 @@ def test_who_waits_for_a_chunk_gets_the_next_that_is_given_back(ring: Ring) -> N
 
 
 def test_who_waits_gets_a_chunk_that_settles_meanwhile(ring: Ring) -> None:
-    gates = [Gate() for _ in range(3)]
+    gates = [LateTransfer() for _ in range(3)]
     for gate in gates:
         ring.give_back(ring.take(1, soon()), (gate,))
     with pytest.raises(Busy):
         ring.take(1, soon())
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(ring.take, 1, time.monotonic() + 10)
-        gates[1].open.set()
+        gates[1].over.set()
         assert isinstance(future.result(10), Chunk)
 
 
 def test_a_chunk_is_kept_from_callers_until_all_that_may_touch_it_has_settled(ring: Ring) -> None:
-    chunk, gates = ring.take(1, soon()), [Gate(), Gate()]
+    chunk, gates = ring.take(1, soon()), [LateTransfer(), LateTransfer()]
     ring.give_back(chunk, gates)
     for gate in gates:
         other = ring.take(1, soon())
         assert other is not chunk
         ring.give_back(other)
-        gate.open.set()
+        gate.over.set()
     assert chunk in (ring.take(1, soon()), ring.take(1, soon()))
 
 
@@ -220,12 +221,12 @@ def test_after_close_nothing_is_given_and_what_comes_back_goes(ring: Ring) -> No
 
 def test_memory_that_is_touched_still_outlives_the_close(ring: Ring) -> None:
     chunk = ring.take(1, soon())
-    gate = Gate()
+    gate = LateTransfer()
     ring.give_back(chunk, (gate,))
     ring.close()
     assert not chunk.region.closed
     chunk.region.bytes[:] = 1
-    gate.open.set()
+    gate.over.set()
 
 
 @settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -246,7 +247,7 @@ class RingMachine(RuleBasedStateMachine):
         )
         self.seen: dict[int, Chunk] = {}
         self.taken: list[Chunk] = []
-        self.held: list[tuple[Chunk, Gate]] = []
+        self.held: list[tuple[Chunk, LateTransfer]] = []
         self.lost = 0
 
     @rule(nbytes=st.sampled_from([1, 4096, 8192]))
@@ -270,17 +271,17 @@ class RingMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject, late: bool) -> None:
         if self.taken:
             chunk = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-            gate = Gate()
+            gate = LateTransfer()
             if late:
                 self.held.append((chunk, gate))
             else:
-                gate.open.set()
+                gate.over.set()
             self.ring.give_back(chunk, (gate,))
 
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         if self.held:
-            self.held[data.draw(st.integers(0, len(self.held) - 1))][1].open.set()
+            self.held[data.draw(st.integers(0, len(self.held) - 1))][1].over.set()
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
@@ -302,7 +303,7 @@ class RingMachine(RuleBasedStateMachine):
         for chunk in self.taken:
             self.ring.give_back(chunk)
         for _, gate in self.held:
-            gate.open.set()
+            gate.over.set()
         self.ring.close()
         left = [chunk for chunk in self.seen.values() if not chunk.region.closed]
         assert len(left) == self.lost
