@@ -14,17 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata.proto.errors import Busy, KVError, Refused, Unavailable
-from kvstrata.proto.logs import get_logger
+from kvstrata.proto.errors import Busy, Unavailable
 from kvstrata.proto.status import BlockStatus
-from kvstrata.transfer.base import Fetch, Fetched, Landing, Mask, Peer
+from kvstrata.transfer.base import Fetch, Fetched, Mask, Peer
 from kvstrata.transfer.gpu.flights import DeviceFailed, Flight, events_ended
 from kvstrata.transfer.gpu.layouts import by_range, cut, packed, runs, whole_blocks
 from kvstrata.transfer.gpu.ring import Chunk, Ring
-from kvstrata.transfer.link import settle, undecided
+from kvstrata.transfer.gpu.staged_call import OVER, StagedCall
 from kvstrata.transfer.regions import BlockView
-
-log = get_logger(__name__)
 
 #: Chunks that one call uses at a time.
 IN_FLIGHT_MAX: Final = 2
@@ -36,51 +33,27 @@ _PENDING: Final = int(BlockStatus.PENDING)
 _REFUSED: Final = int(BlockStatus.REFUSED)
 #: In no answer: its bytes are in a chunk, and on their way to the device.
 _FLYING: Final = 255
-#: When all of a chunk ended so, the node is not asked for the rest.
-_OVER: Final = (int(BlockStatus.NODE_LOST), _LATE)
 
 
-class StagedFetch:
+class StagedFetch(StagedCall):
     """One call. Used by its caller's thread, and by the one in which ``inner`` tells of ranges meanwhile."""
 
     def __init__(self, inner: Peer, ring: Ring, request: Fetch) -> None:
-        self._inner, self._ring, self._request = inner, ring, request
-        count = len(request.blocks)
-        self._status = undecided(count)
-        self._tier = np.zeros(count, np.uint8)
+        super().__init__(inner, ring, len(request.blocks))
+        self._request = request
+        self._tier = np.zeros(len(request.blocks), np.uint8)
         self._sequences: list[int] = []
-        self._pending: list[Landing] = []
         self._flying: deque[Flight] = deque()
         self._ranges: _Ranges | None = None
-        self._device_failed = False
-        self._scatters_ended = 0
         self._mistake: Exception | None = None  # what ``landed`` raised: nothing is told after it
 
     def run(self) -> Fetched:
         """As :meth:`Peer.fetch`. What ends the whole call is raised when nothing touches the caller's memory."""
-        refusal: Exception | None = None
-        try:
-            self._fetch_all()
-        except Refused as error:
-            refusal = error
-        except KVError as error:
-            settle(self._status, error)
-        except DeviceFailed as error:
-            self._failed(error)
-        except Exception as error:  # noqa: BLE001  raised below, or in the log
-            refusal = error
-        finally:
-            self._land_all()
-            self._status[self._status == _UNKNOWN] = _REFUSED
+        refusal = self._carry_out(self._fetch_all, self._land_all)
+        self._status[self._status == _UNKNOWN] = _REFUSED
         if refusal is None or self._pending:
             self._tell_rest()
-        refusal = refusal or self._mistake
-        if refusal is not None:
-            if not self._pending:
-                raise refusal
-            log.warning("a read was refused while a copy was under way", reason=str(refusal), exc_info=refusal)
-        if self._scatters_ended and not self._device_failed:
-            self._ring.succeeded()
+        self._finish(refusal or self._mistake, "read")
         moved = int(np.count_nonzero(self._status == _LOADED)) * self._request.blocks.block_bytes
         return Fetched(self._status, self._tier, min(self._sequences, default=0), moved, tuple(self._pending))
 
@@ -128,7 +101,7 @@ class StagedFetch:
             ranges.complete(loaded)
         self._status[flight.rows[loaded]] = _FLYING
         flight.rows = flight.rows[loaded if ranges is None else ranges.touched()]
-        if stop < len(self._status) and np.isin(status, _OVER).all():
+        if stop < len(self._status) and np.isin(status, OVER).all():
             self._status[stop:] = status[-1]
             return False
         return True
@@ -158,10 +131,6 @@ class StagedFetch:
 
     # ------------------------------------------------------------------ its end
 
-    def _failed(self, error: DeviceFailed) -> None:
-        self._device_failed = True
-        self._ring.failed(str(error))
-
     def _land_all(self) -> None:
         while self._flying:
             flight = self._flying.popleft()
@@ -190,7 +159,7 @@ class StagedFetch:
             self._ring.lose(flight.chunk)
             raise
         if ended:
-            self._scatters_ended += len(flight.events)
+            self._copies_ended += len(flight.events)
             status[rows[status[rows] == _FLYING]] = _LOADED
             self._ring.give_back(flight.chunk, flight.pending)
         else:

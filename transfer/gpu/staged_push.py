@@ -13,60 +13,34 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata.proto.errors import KVError, Refused, Unavailable
-from kvstrata.proto.logs import get_logger
+from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing, Peer, Push, Pushed
 from kvstrata.transfer.gpu.flights import DeviceFailed, Flight, events_ended
 from kvstrata.transfer.gpu.layouts import packed, whole_blocks
 from kvstrata.transfer.gpu.ring import Chunk, Ring
-from kvstrata.transfer.link import settle, undecided
-
-log = get_logger(__name__)
+from kvstrata.transfer.gpu.staged_call import OVER, StagedCall
 
 _UNKNOWN: Final = int(BlockStatus.UNKNOWN)
 _STORED: Final = int(BlockStatus.STORED)
 _LATE: Final = int(BlockStatus.LATE)
 _PENDING: Final = int(BlockStatus.PENDING)
 _REFUSED: Final = int(BlockStatus.REFUSED)
-#: When all of a chunk ended so, the node is not asked to take the rest.
-_OVER: Final = (int(BlockStatus.NODE_LOST), _LATE)
 
 
-class StagedPush:
+class StagedPush(StagedCall):
     """One call, in one thread."""
 
     def __init__(self, inner: Peer, ring: Ring, request: Push) -> None:
-        self._inner, self._ring, self._request = inner, ring, request
-        self._status = undecided(len(request.blocks))
+        super().__init__(inner, ring, len(request.blocks))
+        self._request = request
         self._durable = np.zeros(len(request.blocks), np.bool_)
-        self._pending: list[Landing] = []
         self._gathered: Flight | None = None  # the chunk that is pushed next
-        self._device_failed = False
-        self._gathers_ended = 0
 
     def run(self) -> Pushed:
         """As :meth:`Peer.push`. What ends the whole call is raised when nothing reads the caller's memory."""
-        refusal: Exception | None = None
-        try:
-            self._push_all()
-        except Refused as error:
-            refusal = error
-        except KVError as error:
-            settle(self._status, error)
-        except DeviceFailed as error:
-            self._failed(error)
-        except Exception as error:  # noqa: BLE001  raised below, or in the log
-            refusal = error
-        finally:
-            self._drop_gathered()
-        if refusal is not None:
-            if not self._pending:
-                raise refusal
-            log.warning("a write was refused while a copy was under way", reason=str(refusal), exc_info=refusal)
+        self._finish(self._carry_out(self._push_all, self._drop_gathered), "write")
         self._status[self._status == _UNKNOWN] = _REFUSED
-        if self._gathers_ended and not self._device_failed:
-            self._ring.succeeded()
         moved = int(np.count_nonzero(self._status == _STORED)) * self._request.blocks.block_bytes
         return Pushed(self._status, moved, self._durable, tuple(self._pending))
 
@@ -140,7 +114,7 @@ class StagedPush:
         self._status[first:stop] = status
         if pushed.durable is not None:
             self._durable[first:stop] = pushed.durable
-        return bool(np.isin(status, _OVER).all())
+        return bool(np.isin(status, OVER).all())
 
     def _landed(self, flight: Flight) -> bool:
         """Wait for a gather. False: its blocks are PENDING, and the chunk is held until it has ended.
@@ -159,12 +133,8 @@ class StagedPush:
             self._pending.append(landing)
             self._ring.give_back(flight.chunk, (landing,))
             return False
-        self._gathers_ended += 1
+        self._copies_ended += 1
         return True
-
-    def _failed(self, error: DeviceFailed) -> None:
-        self._device_failed = True
-        self._ring.failed(str(error))
 
     def _drop_gathered(self) -> None:
         """A chunk that is not pushed any more: its gather has ended when the call returns, or is PENDING."""
