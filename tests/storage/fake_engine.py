@@ -90,7 +90,9 @@ class FakeEngine:
     def connection(self) -> bytes:
         return self.name.encode()
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Registration:
+    def register(
+        self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None
+    ) -> Registration:
         if sum(each.nbytes for each in self.registered) + nbytes > self.memory_limit:
             raise Unavailable("memlock is too low: raise it")
         self.registered.append(FakeRegistration(address, nbytes, memory))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ class Job(Protocol):
         """``call`` runs once it has settled: now, or in the owner thread. It must be quick and must not raise."""
 
 
+#: To register memory: a device pins every page of it.
+REGISTER_S: Final = 120.0
+
+
 class NotInTime(Unavailable):
     """The owner did not get to it: it has refused nothing."""
 
@@ -91,9 +95,11 @@ class RailEngine(Protocol):
     def connection(self) -> bytes:
         """The same, without the memory."""
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Registration:
+    def register(
+        self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None
+    ) -> Registration:
         """Raises :class:`Unavailable` with what to do (memlock, ...) when the memory cannot be registered,
-        :class:`NotInTime` when that is not known yet."""
+        :class:`NotInTime` when that is not known ``within_s``, by default :data:`REGISTER_S`."""
 
     def add_peer(self, metadata: bytes) -> str:
         """Its agent's name; once more adds to what is known of it. Raises :class:`InvalidArgument` for garbage,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.errors import Busy, Closed, Unavailable
+from kvstrata.transfer.frames import Late
 from kvstrata.transfer.gpu.allocations import whole_allocations
 from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.rdma.engine import Job, NotInTime, RailEngine, Registration
@@ -74,6 +76,7 @@ class LocalMemory:
         found = self._registered.get(region.id)
         if found is not None:
             return found
+        region.check_open()
         with self._making:
             found = self._made_before(region)
             return self._keep(region, self._made(region)) if found is None else found
@@ -130,8 +133,11 @@ class LocalMemory:
 
     # ------------------------------------------------------------------ scratch
 
-    def scratch(self, nbytes: int) -> Scratch:
-        """Give it back by :meth:`put_back`. Raises :class:`Busy` past the bound, :class:`Unavailable`."""
+    def scratch(self, nbytes: int, deadline: float) -> Scratch:
+        """Give it back by :meth:`put_back`. Raises :class:`Busy` past the bound, :class:`Unavailable`.
+
+        A new piece waits for the agent, which may be registering others' memory: :class:`Late` at ``deadline``.
+        """
         size = max(SCRATCH_BYTES, 1 << (nbytes - 1).bit_length())
         with self._lock:
             if self._free[size]:
@@ -141,10 +147,13 @@ class LocalMemory:
             self._scratch_bytes += size
         flat = np.zeros(size, np.uint8)
         try:
-            return Scratch(flat, self._engine.register(flat.ctypes.data, size))
-        except BaseException:
+            left_s = max(0.0, deadline - time.monotonic())
+            return Scratch(flat, self._engine.register(flat.ctypes.data, size, within_s=left_s))
+        except BaseException as error:
             with self._lock:
                 self._scratch_bytes -= size
+            if isinstance(error, NotInTime):
+                raise Late(f"scratch memory was not registered in time: {error}") from error
             raise
 
     def put_back(self, scratch: Scratch, job: Job | None) -> None:

@@ -74,7 +74,7 @@ def open_rails(link: NodeLink, own: ClientRails) -> Opened:
 
 def _test_theirs(opened: Opened, reply: pb.OpenRailsOk, deadline: float) -> None:
     engine, memory, nbytes = opened.agent.engine, opened.agent.memory, reply.pattern_bytes
-    scratch = memory.scratch(nbytes)
+    scratch = memory.scratch(nbytes, deadline)
     scratch.bytes[:nbytes] = 0
     length = np.array([nbytes], np.int64)
     address = np.array([reply.pattern_address], np.uint64).astype(np.int64)

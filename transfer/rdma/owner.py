@@ -22,7 +22,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma.agent import Agent, AgentError
 from kvstrata.transfer.rdma.driver import Driver
-from kvstrata.transfer.rdma.engine import NotInTime, Pieces
+from kvstrata.transfer.rdma.engine import REGISTER_S, NotInTime, Pieces
 from kvstrata.transfer.rdma.envelope import seal
 from kvstrata.transfer.rdma.jobs import RailJob, RailRegistration
 from kvstrata.transfer.rdma.ledger import Freed, Held, Ledger
@@ -33,9 +33,8 @@ from kvstrata.transfer.rdma.rails import RailOptions, Rails
 log = get_logger(__name__)
 T = TypeVar("T")
 
-#: To make an agent, and to register memory: a device pins every page of it.
+#: To make an agent.
 OPEN_S: Final = 30.0
-REGISTER_S: Final = 120.0
 CALL_S: Final = 10.0
 #: A turn may hold one copy within a host, which is as long as its bytes take.
 STUCK_S: Final = 10.0
@@ -85,12 +84,14 @@ class Owner:
     def connection(self) -> bytes:
         return self._ask(lambda driver: seal(driver.agent.version, driver.agent.connection()))
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> RailRegistration:
+    def register(
+        self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None
+    ) -> RailRegistration:
         if address <= 0 or nbytes <= 0:
             raise InvalidArgument(f"memory at {address} of {nbytes} bytes cannot be registered")
         held, sealed = self._ask(
             lambda driver: driver.register(address, nbytes, memory),
-            REGISTER_S,
+            REGISTER_S if within_s is None else within_s,
             lambda late: self._close_memory(late[0]),
         )
         return RailRegistration(held, sealed, self._close_memory)

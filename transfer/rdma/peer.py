@@ -133,7 +133,7 @@ class RdmaPeer:
         reading: Reading | None = None
         problem: Exception | None = None
         try:
-            reading = Reading(opened, granted, blocks)
+            reading = Reading(opened, granted, blocks, request.deadline)
             good = reading.run(lambda job: wait_for(job, self.link.channel, request.deadline), request.parts, landed)
             status[granted.positions] = self._verdict(request, granted, blocks, good)
             self.rails.worked()

@@ -62,11 +62,12 @@ class Words:
 class Reading:
     """``blocks`` are those that were granted, in order. ``jobs``: all that were posted, settled or not."""
 
-    def __init__(self, opened: Opened, granted: Granted, blocks: BlockView) -> None:
+    def __init__(self, opened: Opened, granted: Granted, blocks: BlockView, deadline: float) -> None:
         self.jobs: list[Job] = []
         self._opened = opened
         self._granted = granted
         self._blocks = blocks
+        self._deadline = deadline
         slab, slot = granted.slab.astype(np.int64), granted.slot.astype(np.int64)
         self._base = _addresses(opened.slabs, granted, blocks.block_bytes)
         self._words = Words(opened.slabs, slab, slot)
@@ -103,7 +104,7 @@ class Reading:
 
     def _post_words(self) -> tuple[Scratch, Job]:
         words = self._words
-        scratch = self._opened.agent.memory.scratch(words.nbytes)
+        scratch = self._opened.agent.memory.scratch(words.nbytes, self._deadline)
         local = Pieces(words.offset + scratch.address, words.length)
         return scratch, self._read(local, Pieces(words.remote, words.length))
 

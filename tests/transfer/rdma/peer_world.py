@@ -35,8 +35,10 @@ HASHES = keys(NAMES)
 class ClientEngine(FakeEngine):
     """The client's: what it reads that is larger than generation words is ``behave``'s; all else is done at once."""
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Registration:
-        made = super().register(address, nbytes, memory)
+    def register(
+        self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None
+    ) -> Registration:
+        made = super().register(address, nbytes, memory, within_s=within_s)
         made.metadata = self.metadata()
         return made
 

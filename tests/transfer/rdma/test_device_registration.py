@@ -35,7 +35,7 @@ class Engine:
         self.asked: list[tuple[int, int, Memory]] = []
         self.closed = 0
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Any:
+    def register(self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None) -> Any:
         self.asked.append((address, nbytes, memory))
         return SimpleNamespace(metadata=b"", close=self._close)
 

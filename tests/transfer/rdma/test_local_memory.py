@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstrata.proto.errors import Closed, Unavailable
+from kvstrata.transfer.frames import Late
 from kvstrata.transfer.memory import HOST, Memory
 from kvstrata.transfer.rdma import owner
 from kvstrata.transfer.rdma.client_rails import ClientRails
@@ -37,15 +39,21 @@ class SlowEngine(FakeEngine):
         super().__init__()
         self.entered, self.go_on, self.closed_count = threading.Event(), threading.Event(), 0
 
-    def register(self, address: int, nbytes: int, memory: Memory = HOST) -> Registration:
+    def register(
+        self, address: int, nbytes: int, memory: Memory = HOST, *, within_s: float | None = None
+    ) -> Registration:
         self.entered.set()
         assert self.go_on.wait(SOON_S)
-        made = super().register(address, nbytes, memory)
+        made = super().register(address, nbytes, memory, within_s=within_s)
         made.close = self._closed  # type: ignore[method-assign]
         return made
 
     def _closed(self) -> None:
         self.closed_count += 1
+
+
+def soon(seconds: float = SOON_S) -> float:
+    return time.monotonic() + seconds
 
 
 def region() -> Region:
@@ -72,7 +80,7 @@ def test_nothing_waits_for_a_registration_that_takes_long() -> None:
     engine = SlowEngine()
     engine.go_on.set()
     memory = LocalMemory(engine)
-    free, used = memory.scratch(100), memory.scratch(100)
+    free, used = memory.scratch(100, soon()), memory.scratch(100, soon())
     memory.put_back(free, None)
     engine.go_on.clear()
     engine.entered.clear()
@@ -82,7 +90,7 @@ def test_nothing_waits_for_a_registration_that_takes_long() -> None:
         outcome(call)[0]
         for call in (
             lambda: memory.put_back(used, None),
-            lambda: memory.scratch(100),
+            lambda: memory.scratch(100, soon()),
             memory.health,
             lambda: memory.pattern(8),
         )
@@ -97,7 +105,7 @@ def test_the_agents_thread_ends_transfers_while_somebody_waits_for_it_to_registe
     agent = FakeAgent()
     engine = Owner("me", "cma", "UCX", lambda: agent)
     memory = LocalMemory(engine)
-    scratch = memory.scratch(100)
+    scratch = memory.scratch(100, soon())
     busy, go_on = threading.Event(), threading.Event()
     try:
         engine._calls.put(lambda: (busy.set(), go_on.wait(SOON_S))[0])
@@ -108,10 +116,28 @@ def test_the_agents_thread_ends_transfers_while_somebody_waits_for_it_to_registe
         go_on.set()
         thread.join(SOON_S)
         assert seen and len(seen[0]) == 1
-        assert memory.scratch(100) is scratch
+        assert memory.scratch(100, soon()) is scratch
     finally:
         go_on.set()
         engine.close(0.0)
+
+
+def test_scratch_waits_for_the_agent_until_its_callers_deadline() -> None:
+    """It may be at somebody's gigabytes."""
+    engine = Owner("me", "cma", "UCX", FakeAgent)
+    memory = LocalMemory(engine)
+    busy, go_on = threading.Event(), threading.Event()
+    try:
+        engine._calls.put(lambda: (busy.set(), go_on.wait(SOON_S))[0])
+        assert busy.wait(SOON_S)
+        with pytest.raises(Late, match="in time"):
+            memory.scratch(100, soon(0.05))
+        assert memory.health()["scratch_bytes_in_use"] == 0
+        go_on.set()
+        assert memory.scratch(100, soon()).address
+    finally:
+        go_on.set()
+        engine.close()
 
 
 def test_an_agent_that_did_not_answer_in_time_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

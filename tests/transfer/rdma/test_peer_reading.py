@@ -88,4 +88,4 @@ def test_a_slot_outside_the_nodes_slabs_is_read_by_nobody(row: tuple[int, ...]) 
     blocks = Region(memory, memory).rows(Namespace("m", 100, 16))
     opened = Opened(None, "node", np.array([[4096, 65536], [1 << 20, 65536]], np.uint64), 0)  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="node named"):
-        Reading(opened, Granted(reply, 0.0, 1), blocks)
+        Reading(opened, Granted(reply, 0.0, 1), blocks, 0.0)
