@@ -13,7 +13,7 @@ from kvstrata.client import BlockStatus, Client
 from kvstrata.client.aio import AsyncClient
 from kvstrata.proto.errors import Closed, InvalidArgument
 from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
-from tests.client.test_pending import Transfer
+from tests.transfer.late_transfer import LateTransfer
 
 SIZE = 64
 
@@ -86,7 +86,7 @@ def test_a_cancelled_load_has_settled_before_the_cancellation(
             ns = await client.namespace("g", block_bytes=SIZE, block_tokens=16)
             blocks = client.register(np.zeros((2, SIZE), np.uint8)).rows(ns)
             await client.store(ns, "", packed(2), blocks)
-            late = Transfer()
+            late = LateTransfer()
             node = nodes["a"]
             node.answers, node.pending = dict.fromkeys(split(packed(2)), BlockStatus.PENDING), (late,)
             node.hold = threading.Event()
