@@ -94,7 +94,7 @@ class Client:
             raise InvalidArgument(f"verify is {verify!r}: choose one of {', '.join(get_args(Verify))}")
         if not 0 < transfer_deadline_ms <= DEADLINE_MS_MAX:
             raise InvalidArgument(f"transfer_deadline_ms is {transfer_deadline_ms}: expected 1 to {DEADLINE_MS_MAX}")
-        identity = Identity.new(name=name, ticket=token.encode() if token else b"")
+        identity = Identity.new(name=name)
         self._choice = TransportChoice(transport, identity)
         self._deadline_s = transfer_deadline_ms / 1e3
         self._verify: Verify = verify

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "protocol_min", "software", "role", "session", "name", "host", "boot_id", "pid", "ticket")
+    __slots__ = ("protocol", "protocol_min", "software", "role", "session", "name", "host", "boot_id", "pid", "nonce")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -18,7 +18,7 @@ class Hello(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     protocol_min: int
     software: str
@@ -28,11 +28,11 @@ class Hello(_message.Message):
     host: str
     boot_id: str
     pid: int
-    ticket: bytes
-    def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., session: _Optional[bytes] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., session: _Optional[bytes] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class HelloOk(_message.Message):
-    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch", "leading", "leader", "rails")
+    __slots__ = ("protocol", "software", "role", "cluster_id", "node_id", "incarnation", "boot_id", "unix_path", "channel", "grpc", "http", "epoch", "leading", "leader", "rails", "challenge")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class HelloOk(_message.Message):
     LEADING_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     RAILS_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     role: str
@@ -63,7 +64,50 @@ class HelloOk(_message.Message):
     leading: bool
     leader: str
     rails: str
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., rails: _Optional[str] = ...) -> None: ...
+    challenge: bytes
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., role: _Optional[str] = ..., cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., boot_id: _Optional[str] = ..., unix_path: _Optional[str] = ..., channel: _Optional[str] = ..., grpc: _Optional[str] = ..., http: _Optional[str] = ..., epoch: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., rails: _Optional[str] = ..., challenge: _Optional[bytes] = ...) -> None: ...
+
+class TicketClaims(_message.Message):
+    __slots__ = ("key", "subject", "role", "salts", "groups", "issued_ms", "expires_ms", "serial")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SALTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_MS_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    subject: str
+    role: str
+    salts: _containers.RepeatedScalarFieldContainer[str]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    issued_ms: int
+    expires_ms: int
+    serial: bytes
+    def __init__(self, key: _Optional[str] = ..., subject: _Optional[str] = ..., role: _Optional[str] = ..., salts: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[str]] = ..., issued_ms: _Optional[int] = ..., expires_ms: _Optional[int] = ..., serial: _Optional[bytes] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("claims", "secret")
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    claims: bytes
+    secret: bytes
+    def __init__(self, claims: _Optional[bytes] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class Prove(_message.Message):
+    __slots__ = ("claims", "mac")
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    claims: bytes
+    mac: bytes
+    def __init__(self, claims: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class ProveOk(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: bytes
+    def __init__(self, mac: _Optional[bytes] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")
@@ -108,7 +152,7 @@ class NamespaceHandle(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Lookup(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "epoch", "request", "avoid", "avoid_incarnation")
+    __slots__ = ("ns", "salt", "hashes", "epoch", "request", "avoid", "avoid_incarnation", "trace")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +160,7 @@ class Lookup(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     AVOID_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -123,7 +168,8 @@ class Lookup(_message.Message):
     request: str
     avoid: _containers.RepeatedScalarFieldContainer[str]
     avoid_incarnation: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ...) -> None: ...
+    trace: str
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., request: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class LookupOk(_message.Message):
     __slots__ = ("not_yet", "hit_blocks", "shard_hit_blocks", "present", "run_code", "run_length", "nodes", "replicas")
@@ -160,7 +206,7 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid", "avoid_incarnation")
+    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid", "avoid_incarnation", "trace")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +214,7 @@ class Place(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     AVOID_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -175,7 +222,8 @@ class Place(_message.Message):
     epoch: int
     avoid: _containers.RepeatedScalarFieldContainer[str]
     avoid_incarnation: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ...) -> None: ...
+    trace: str
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class PlaceOk(_message.Message):
     __slots__ = ("run_code", "run_state", "run_length", "nodes")
@@ -250,7 +298,7 @@ class HeartbeatOk(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class Acquire(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "mode", "deadline_ms", "releases", "epoch")
+    __slots__ = ("ns", "salt", "hashes", "mode", "deadline_ms", "releases", "epoch", "trace")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +306,7 @@ class Acquire(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -265,7 +314,8 @@ class Acquire(_message.Message):
     deadline_ms: int
     releases: bytes
     epoch: int
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    trace: str
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
     __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index", "idle_ms")
@@ -356,7 +406,7 @@ class UnregisterRegion(_message.Message):
     def __init__(self, region: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "parent", "first_index", "deadline_ms", "epoch", "releases")
+    __slots__ = ("ns", "salt", "hashes", "parent", "first_index", "deadline_ms", "epoch", "releases", "trace")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +415,7 @@ class Reserve(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -373,7 +424,8 @@ class Reserve(_message.Message):
     deadline_ms: int
     epoch: int
     releases: bytes
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., first_index: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., releases: _Optional[bytes] = ...) -> None: ...
+    trace: str
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., first_index: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., releases: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class ReserveOk(_message.Message):
     __slots__ = ("status", "reservation", "delta_seq", "durable")

@@ -7,11 +7,14 @@
     |   +-- Unavailable          a peer is unreachable, silent, or its breaker is open
     |   +-- LeaseExpired         a lease or reservation ended before the transfer did
     |   +-- Busy                 a bound was reached (connections, queue, requests)
+    |   +-- TicketExpired        prove a fresh ticket, and call again
     |   +-- NotLeader            this master does not lead; the text ends with the leader's address, if there is one
     +-- Refused                  the call as it stands will never succeed
     |   +-- InvalidArgument      wrong size, layout, dtype, range (also a ValueError)
     |   +-- QuotaExceeded        the tenant has no room and nothing of its own to evict
-    |   +-- ForbiddenSalt        this client may not touch this tenant
+    |   +-- Unauthenticated      no token or ticket, or one that is not good here
+    |   +-- Forbidden            the role of this token or ticket does not allow the call
+    |   |   +-- ForbiddenSalt    this client may not touch this tenant, or this namespace
     |   +-- FingerprintMismatch  namespace unknown here, or known with another layout or epoch
     |   +-- VersionMismatch      the two sides share no protocol version
     |   +-- ProtocolError        a frame that is malformed, oversized or out of place
@@ -45,6 +48,10 @@ class Busy(Retryable):
     """A named bound was reached; the text says which."""
 
 
+class TicketExpired(Retryable):
+    """The ticket that was proved has run out: prove a fresh one on this connection, and call again."""
+
+
 class NotLeader(Retryable):
     """This master does not lead. The text is "... the leader is HOST:PORT", or says that there is none now."""
 
@@ -61,8 +68,16 @@ class QuotaExceeded(Refused):
     """The tenant is at its limit and everything it holds is leased."""
 
 
-class ForbiddenSalt(Refused):
-    """This client may not touch this tenant."""
+class Unauthenticated(Refused):
+    """No token or ticket was shown, or one that is not good here. The text does not say which part was wrong."""
+
+
+class Forbidden(Refused):
+    """The role of this token or ticket does not allow the call."""
+
+
+class ForbiddenSalt(Forbidden):
+    """This client may not touch this tenant, or this namespace."""
 
 
 class FingerprintMismatch(Refused):
@@ -96,10 +111,13 @@ BY_CODE: dict[str, type[KVError]] = {
         Unavailable,
         LeaseExpired,
         Busy,
+        TicketExpired,
         NotLeader,
         Refused,
         InvalidArgument,
         QuotaExceeded,
+        Unauthenticated,
+        Forbidden,
         ForbiddenSalt,
         FingerprintMismatch,
         VersionMismatch,

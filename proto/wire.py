@@ -42,6 +42,8 @@ class Kind(IntEnum):
     PROGRESS = 6
     OPEN_NAMESPACE = 7
     NAMESPACE_HANDLE = 8
+    PROVE = 9
+    PROVE_OK = 10
 
     LOOKUP = 20
     LOOKUP_OK = 21

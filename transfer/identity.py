@@ -10,6 +10,7 @@ from typing import Final
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.transfer.security.tickets import NONCE_BYTES, TicketSource
 
 SOFTWARE: Final = "kvstrata 0.1.0"
 UNIX_PREFIX: Final = "unix:"
@@ -24,11 +25,11 @@ class Identity:
     session: bytes
     role: str = "client"
     name: str = ""
-    ticket: bytes = b""
+    tickets: TicketSource | None = None  #: what to prove on each connection; None: nothing
 
     @classmethod
-    def new(cls, role: str = "client", name: str = "", ticket: bytes = b"") -> Identity:
-        return cls(os.urandom(16), role, name or f"{socket.gethostname()}:{os.getpid()}", ticket)
+    def new(cls, role: str = "client", name: str = "", tickets: TicketSource | None = None) -> Identity:
+        return cls(os.urandom(16), role, name or f"{socket.gethostname()}:{os.getpid()}", tickets)
 
     def hello(self) -> pb.Hello:
         return pb.Hello(
@@ -41,7 +42,7 @@ class Identity:
             host=socket.gethostname(),
             boot_id=boot_id(),
             pid=os.getpid(),
-            ticket=self.ticket,
+            nonce=os.urandom(NONCE_BYTES),
         )
 
 

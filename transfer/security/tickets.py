@@ -1,0 +1,145 @@
+"""Tickets: issued for a token, proved on the channel, never shown there. No clock, socket or file is read here.
+
+::
+
+    master (HTTPS)    claims, secret = HMAC(ticket key, claims)          to the holder of a token
+    channel           Hello(nonce)            -> HelloOk(challenge)
+                      Prove(claims, HMAC(secret, "client" challenge nonce))
+                                              -> ProveOk(HMAC(secret, "server" nonce challenge))
+
+Who has the ticket key works the secret out from the claims, so nothing but the key has to be known to a verifier; and
+a proof is good for one connection alone, so one that was overheard is worth nothing. The answer's proof shows the
+holder that the other side has the key, and is no stranger on a node's port. (The shape is Kerberos' ticket with its
+session key, and the challenge of RFC 2104's keyed hash; Needham and Schroeder, CACM 1978.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from google.protobuf.message import DecodeError
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import ConfigError, InvalidArgument, TicketExpired, Unauthenticated
+from kvstrata.transfer.security.rights import Rights, Role
+
+NONCE_BYTES: Final = 16
+CHALLENGE_BYTES: Final = 32
+KEY_BYTES: Final = 32
+CLAIMS_BYTES_MAX: Final = 64 << 10
+#: A ticket is good for so long, and is exchanged for a fresh one at half of it.
+LIFE_S: Final = 600.0
+#: Clocks of hosts may differ by so much.
+SKEW_S: Final = 60.0
+_KEY_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class TicketSource(Protocol):
+    """Where a connecting side has its ticket from. ``current`` is cheap, is asked before each call, and returns the
+    same object while the ticket is the same; it raises :class:`Unauthenticated` or :class:`Unavailable` when there is
+    none."""
+
+    def current(self) -> pb.Ticket: ...
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TicketKeys:
+    """Secrets by id. ``signs`` is the one that new tickets are made with; all of them are believed.
+
+    Rotation without downtime: add a key to every process, then let it sign, then take the old one away once the
+    tickets made with it have run out.
+    """
+
+    secrets: Mapping[str, bytes]
+    signs: str
+
+    @classmethod
+    def parse(cls, text: str) -> TicketKeys:
+        """Lines ``ID:HEX`` of 32 bytes, the first one signs; ``#`` begins a comment. Raises :class:`ConfigError`
+        naming the line, never its content."""
+        secrets: dict[str, bytes] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            name, _, digits = (part.strip() for part in line.partition(":"))
+            try:
+                secret = bytes.fromhex(digits)
+            except ValueError:
+                secret = b""
+            if not _KEY_ID.fullmatch(name) or len(secret) != KEY_BYTES or name in secrets:
+                raise ConfigError(
+                    f"line {number} of the ticket keys is not ID:HEX with {KEY_BYTES} bytes and an id of its own: "
+                    "`kvstrata auth init` makes such a file"
+                )
+            secrets[name] = secret
+        if not secrets:
+            raise ConfigError("there is no ticket key in the file: `kvstrata auth init` makes one")
+        return cls(secrets, next(iter(secrets)))
+
+
+def issue(keys: TicketKeys, rights: Rights, now: float, life_s: float = LIFE_S) -> pb.Ticket:
+    """A ticket with these rights, for ``life_s`` from ``now`` (Unix seconds)."""
+    claims = pb.TicketClaims(
+        key=keys.signs,
+        subject=rights.subject,
+        role=rights.role.value,
+        salts=rights.salts,
+        groups=rights.groups,
+        issued_ms=int(now * 1e3),
+        expires_ms=int((now + life_s) * 1e3),
+        serial=os.urandom(8),
+    ).SerializeToString()
+    return pb.Ticket(claims=claims, secret=_mac(keys.secrets[keys.signs], claims))
+
+
+def prove(ticket: pb.Ticket, challenge: bytes, nonce: bytes) -> pb.Prove:
+    """The holder's side: what to send after a hello that was answered with a challenge."""
+    return pb.Prove(claims=ticket.claims, mac=_mac(ticket.secret, b"kvstrata client" + challenge + nonce))
+
+
+def check_answer(ticket: pb.Ticket, challenge: bytes, nonce: bytes, answer: pb.ProveOk) -> None:
+    """Raises :class:`Unauthenticated` when the other side has not got the ticket key."""
+    if not hmac.compare_digest(answer.mac, _mac(ticket.secret, b"kvstrata server" + nonce + challenge)):
+        raise Unauthenticated("who answers there does not have the pool's ticket keys: is it one of the pool?")
+
+
+def verify(keys: TicketKeys, proof: pb.Prove, challenge: bytes, nonce: bytes, now: float) -> tuple[Rights, pb.ProveOk]:
+    """The verifier's side. Raises :class:`TicketExpired`, or :class:`Unauthenticated` that names no detail."""
+    if len(proof.claims) > CLAIMS_BYTES_MAX or len(nonce) != NONCE_BYTES or len(challenge) != CHALLENGE_BYTES:
+        raise Unauthenticated("the ticket is not good here")
+    try:
+        claims = pb.TicketClaims.FromString(proof.claims)
+    except DecodeError as error:
+        raise Unauthenticated("the ticket is not good here") from error
+    key = keys.secrets.get(claims.key, b"\0" * KEY_BYTES)
+    secret = _mac(key, proof.claims)
+    good = hmac.compare_digest(proof.mac, _mac(secret, b"kvstrata client" + challenge + nonce))
+    if not good or claims.key not in keys.secrets:
+        raise Unauthenticated("the ticket is not good here")
+    if claims.issued_ms > (now + SKEW_S) * 1e3:
+        raise Unauthenticated("the ticket is from the future: do the hosts' clocks agree?")
+    if expired(claims.expires_ms / 1e3, now):
+        raise TicketExpired("the ticket has run out")
+    try:
+        rights = Rights(
+            claims.subject, Role(claims.role), tuple(claims.salts), tuple(claims.groups), claims.expires_ms / 1e3
+        )
+    except (ValueError, InvalidArgument) as error:  # a master of a later version knows a role that this one does not
+        raise Unauthenticated("the ticket is not good here") from error
+    return rights, pb.ProveOk(mac=_mac(secret, b"kvstrata server" + nonce + challenge))
+
+
+def expired(expires: float, now: float) -> bool:
+    """Whether a ticket (Unix seconds) has run out, with slack for clocks that differ."""
+    return now > expires + SKEW_S
+
+
+def _mac(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, hashlib.sha256)
