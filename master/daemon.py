@@ -25,6 +25,7 @@ from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.web import WebServer
 
@@ -51,6 +52,7 @@ class MasterConfig:
     state_password_file: Path | None = None
     advertise: str | None = None  #: the host by which clients and other masters reach this one
     hot_copies: bool = False
+    security: SecurityFiles = field(default_factory=SecurityFiles)
 
 
 class Master:

@@ -14,6 +14,7 @@ from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.rdma.found import BACKENDS
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
+from kvstrata.transfer.security.files import SecurityFiles
 
 if TYPE_CHECKING:
     from kvstrata.storage.ssd.tenant_keys import TenantKeys
@@ -29,6 +30,7 @@ COPY_BANDWIDTH: Final = 256 << 20
 _CGROUP_MAX: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_NOW: Final = Path("/sys/fs/cgroup/memory.current")
 _RAILS: Final = RailOptions()
+_OPEN: Final = SecurityFiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class StorageConfig:
     None: as many as come. ``scrub_rate``: bytes a second of SSDs read back for nobody, to find what has changed
     there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted. ``copy_bandwidth``:
     bytes a second that copies from and to other nodes may take in all; 0: no bound. ``drain_on_stop_s``: how long
-    SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers.
+    SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers. ``security``: the files of
+    tokens, keys and certificates.
     """
 
     masters: tuple[str, ...]
@@ -60,6 +63,7 @@ class StorageConfig:
     copy_bandwidth: int = COPY_BANDWIDTH
     drain_on_stop_s: float = 0.0
     rails: RailOptions = _RAILS
+    security: SecurityFiles = _OPEN
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""
