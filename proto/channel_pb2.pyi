@@ -440,12 +440,14 @@ class ReserveOk(_message.Message):
     def __init__(self, status: _Optional[bytes] = ..., reservation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., durable: _Optional[bytes] = ...) -> None: ...
 
 class Write(_message.Message):
-    __slots__ = ("reservation", "checksums")
+    __slots__ = ("reservation", "checksums", "trace")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     checksums: bytes
-    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    trace: str
+    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums", "hash_here")
@@ -464,14 +466,16 @@ class Pull(_message.Message):
     def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ..., hash_here: bool = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("reservation", "checksums", "mask")
+    __slots__ = ("reservation", "checksums", "mask", "trace")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     MASK_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     checksums: bytes
     mask: bytes
-    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., mask: _Optional[bytes] = ...) -> None: ...
+    trace: str
+    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class CommitOk(_message.Message):
     __slots__ = ("status", "delta_seq", "durable")
