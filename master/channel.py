@@ -11,6 +11,7 @@ from typing import Final
 from kvstrata.master import messages as m
 from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
+from kvstrata.master.namespaces import Opened
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Refused
@@ -88,13 +89,14 @@ class MasterChannel:
 
     def _open_namespace(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.OpenNamespace, frame, Kind.OPEN_NAMESPACE)
+        connection.rights.touch_group(request.spec.group)
         opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
         answer = pb.NamespaceHandle(handle=opened.handle, epoch=opened.group.epoch)
         return Reply(Kind.NAMESPACE_HANDLE, answer.SerializeToString())
 
     def _lookup(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Lookup, frame, Kind.LOOKUP)
-        opened = self._calls.opened(request.ns)
+        opened = self._touched(connection, request)
         host = connection.owner.hello.boot_id
         avoid = _avoided(request)
         answer, nodes = self._calls.lookup(
@@ -104,11 +106,19 @@ class MasterChannel:
 
     def _place(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Place, frame, Kind.PLACE)
-        opened = self._calls.opened(request.ns)
+        opened = self._touched(connection, request)
         host = request.boot_id or connection.owner.hello.boot_id
         avoid = _avoided(request)
         placed, nodes = self._calls.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
+
+    def _touched(
+        self, connection: ServerConnection, request: pb.Lookup | pb.Place | pb.MissReport | pb.Remove
+    ) -> Opened:
+        """The namespace that a request names. Raises :class:`ForbiddenSalt` before anything else is looked at."""
+        opened = self._calls.opened(request.ns)
+        connection.rights.touch(request.salt, opened.namespace.group)
+        return opened
 
     def _miss_report(self, connection: ServerConnection, frame: Frame) -> None:
         report = expect(pb.MissReport, frame, Kind.MISS_REPORT)
@@ -124,13 +134,14 @@ class MasterChannel:
             report.at_store,
         )
         try:
+            self._touched(connection, report)
             self._calls.miss(event)
         except Refused as error:  # one-way: a failure frame would answer some other request
             log.warning("miss report refused", reason=str(error), client=connection.owner.hello.name)
 
     def _remove(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.Remove, frame, Kind.REMOVE)
-        opened = self._calls.opened(request.ns)
+        opened = self._touched(connection, request)
         result = self._calls.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
         answer = pb.RemoveOk(removed=result.removed, unreached=result.unreached)
         return Reply(Kind.REMOVE_OK, answer.SerializeToString())

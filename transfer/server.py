@@ -27,6 +27,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.frames import Frame, Silence
 from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.security.rights import ANY_PEER
 from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, SessionBook
 from kvstrata.transfer.versions import RefusedVersions
 
@@ -187,6 +188,8 @@ class ChannelServer:
             )
         if len(hello.session) != 16:
             raise ProtocolError("a session id has 16 bytes")
+        if hello.role == "node":
+            connection.rights = ANY_PEER
         answer = self._hello(self.book.join(connection, hello))
         answer.protocol = min(hello.protocol, wire.PROTOCOL)
         connection.stream.send(wire.Kind.HELLO_OK, frame.request, answer.SerializeToString())

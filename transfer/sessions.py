@@ -21,6 +21,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.frames import FrameStream, Silence
+from kvstrata.transfer.security.rights import EVERYTHING, Rights
 
 #: No progress within a frame, or no reader for an answer, for this long ends a connection.
 STALL_S: Final = 5.0
@@ -59,6 +60,8 @@ class ServerConnection:
         self.local = local
         self.busy_since: float | None = None
         self.session: Session | None = None
+        #: What the peer may do: all, where tickets are off.
+        self.rights: Rights = EVERYTHING
 
     @property
     def owner(self) -> Session:

@@ -21,6 +21,7 @@ from kvstrata.proto.status import HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.serving.messages import parsed, reply, u32s
+from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.serving.reads import ReadHandlers
@@ -87,6 +88,7 @@ class NodeChannel:
 
     def _open_namespace(self, connection: ServerConnection, frame: Frame) -> Reply:
         namespace = Namespace.from_spec(parsed(pb.OpenNamespace, frame).spec)
+        connection.rights.touch_group(namespace.group)
         with self._lock:
             handle, epoch = self._state.open_namespace(namespace)
         return reply(Kind.NAMESPACE_HANDLE, pb.NamespaceHandle(handle=handle, epoch=epoch))
@@ -96,6 +98,7 @@ class NodeChannel:
 
     def _hint(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Hint, frame)
+        check_touch(connection, self._state, message)
         try:
             kind = HintKind(message.kind)
         except ValueError as error:

@@ -20,12 +20,14 @@ from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.records import VISIBLE
 from kvstrata.storage.serving.messages import parsed, reply, u64s
+from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.serving.receiver import runs
 from kvstrata.storage.state import Acquired, NodeState
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.storage.tiers.moves import Read
 from kvstrata.transfer.frames import Frame
+from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 
@@ -68,6 +70,7 @@ class ReadHandlers:
                 f"acquire mode {message.mode} is unknown: 0 leases, 1 sends the bytes, 2 reads ahead into memory, "
                 "3 sends them to another node"
             )
+        check_touch(connection, self._state, message)
         if message.mode == _COPY:
             return self._copy(connection, message)
         releases = u64s(message.releases)
@@ -91,8 +94,8 @@ class ReadHandlers:
         return self._with_bytes(got, tiers) if inline else _with_slots(got, tiers, seconds)
 
     def _copy(self, connection: ServerConnection, message: pb.Acquire) -> Reply:
-        role = connection.owner.hello.role
-        if self._copies is None or role != "node":
+        if self._copies is None or not connection.rights.has(Role.NODE):
+            role = connection.owner.hello.role
             raise InvalidArgument(f"acquire mode 3 is for nodes, and this is a {role or 'peer without a role'}")
         return self._copies.answer(message)
 

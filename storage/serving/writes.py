@@ -22,6 +22,7 @@ from kvstrata.storage.leases import MARGIN_S
 from kvstrata.storage.records import Reservation
 from kvstrata.storage.serving import regions
 from kvstrata.storage.serving.messages import parsed, reply, u64s
+from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rail_pulls import Taken
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
@@ -80,6 +81,7 @@ class WriteHandlers:
 
     def _reserve(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Reserve, frame)
+        check_touch(connection, self._state, message)
         releases = u64s(message.releases)
         key = connection.owner.key
         with self._lock:
@@ -141,6 +143,7 @@ class WriteHandlers:
 
     def _pull(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Pull, frame)
+        check_touch(connection, self._state, message.reserve)
         checksums = u64s(message.checksums)
         releases = u64s(message.reserve.releases)
         key = connection.owner.key

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstrata.proto.errors import KVError
+from kvstrata.transfer.security.rights import ANY_PEER
 from tests.sim.clock import Broken, Future, Process
 from tests.sim.network import End
 
@@ -152,6 +153,7 @@ class FakeConnection:
 
     def __init__(self, owner: Session, raw: bytes = b"") -> None:
         self.owner = self.session = owner
+        self.rights = ANY_PEER
         self._raw = raw
 
     def receive_raw(

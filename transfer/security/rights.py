@@ -52,11 +52,13 @@ class Rights:
     expires: float | None = None
     _salts: re.Pattern[str] = field(init=False, repr=False, compare=False)
     _groups: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _all: bool = field(init=False, repr=False, compare=False)
     _touched: dict[tuple[str, str], None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_salts", _any_of(self.salts))
         object.__setattr__(self, "_groups", _any_of(self.groups))
+        object.__setattr__(self, "_all", "*" in self.salts and "*" in self.groups)
 
     def need(self, role: Role) -> None:
         """Raises :class:`Forbidden` unless this role is, or includes, ``role``."""
@@ -71,14 +73,18 @@ class Rights:
 
         Looks at names alone, never at what is stored: a refusal does not tell whether anything is there.
         """
-        if (salt, group) in self._touched:
+        if self._all or (salt, group) in self._touched:
             return
         if self._salts.match(salt) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this tenant")
-        if self._groups.match(group) is None:
-            raise ForbiddenSalt(f"{self.subject} may not touch this namespace")
+        self.touch_group(group)
         if len(self._touched) < _REMEMBERED_MAX:
             self._touched[salt, group] = None
+
+    def touch_group(self, group: str) -> None:
+        """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant."""
+        if self._groups.match(group) is None:
+            raise ForbiddenSalt(f"{self.subject} may not touch this namespace")
 
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
