@@ -1,0 +1,32 @@
+"""A master's hello, before anything is proved: it tells where HTTP and gRPC are served, and nothing in it is proof."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstrata.client.security.credentials import host_of
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import InvalidArgument, Unavailable
+from kvstrata.transfer.connection import Connection
+from kvstrata.transfer.identity import UNIX_PREFIX, Identity
+
+GREET_S: Final = 1.0
+
+
+def greet(address: str, role: str = "client") -> pb.HelloOk:
+    """Raises :class:`Unavailable`, :class:`InvalidArgument` when it is no master."""
+    try:
+        connection = Connection.open(address, Identity.new(role), connect_s=GREET_S, silence_s=GREET_S)
+    except Unavailable as error:
+        raise Unavailable(f"no master at {address}: {error}. Is it running, and is this its channel?") from error
+    connection.close()
+    hello = connection.hello
+    if hello.role != "master":
+        raise InvalidArgument(f"{address} is a {hello.role or 'stranger'}, not a master: give a master's channel")
+    return hello
+
+
+def named_host(address: str, endpoint: str) -> str:
+    """The host that a certificate at ``endpoint`` has to name: the one that the caller gave, not one that an unproved
+    hello named. By a Unix socket there is none but the endpoint's."""
+    return host_of(endpoint if address.startswith(UNIX_PREFIX) else address)
