@@ -75,16 +75,27 @@ class Rights:
         """
         if self._all or (salt, group) in self._touched:
             return
-        if self._salts.match(salt) is None:
-            raise ForbiddenSalt(f"{self.subject} may not touch this tenant")
+        self.touch_salt(salt)
         self.touch_group(group)
         if len(self._touched) < _REMEMBERED_MAX:
             self._touched[salt, group] = None
+
+    def touch_salt(self, salt: str) -> None:
+        """Raises :class:`ForbiddenSalt` unless this tenant may be touched, in some namespace group."""
+        if self._salts.match(salt) is None:
+            raise ForbiddenSalt(f"{self.subject} may not touch this tenant")
 
     def touch_group(self, group: str) -> None:
         """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant."""
         if self._groups.match(group) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this namespace")
+
+    def touch_all(self, *, salts: bool, groups: bool) -> None:
+        """Raises :class:`ForbiddenSalt` unless every tenant, every namespace group, may be touched."""
+        if salts and "*" not in self.salts:
+            raise ForbiddenSalt(f"{self.subject} may touch some tenants only: name one of them")
+        if groups and "*" not in self.groups:
+            raise ForbiddenSalt(f"{self.subject} may touch some namespaces only: name one of them")
 
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:

@@ -1,0 +1,184 @@
+"""gRPC with TLS and tokens: servers' credentials and guard, and channels that show a token.
+
+The one module of this folder that imports gRPC.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from kvstrata.proto.errors import Forbidden, KVError, Unauthenticated
+from kvstrata.transfer.security.access import Access, Gate
+from kvstrata.transfer.security.rights import EVERYTHING, Rights
+from kvstrata.transfer.security.tls import Pems, ServerTls
+from kvstrata.transfer.security.watched_file import read_private
+
+_HEADER: Final = "authorization"
+_RIGHTS: ContextVar[Rights] = ContextVar("kvstrata_rights", default=EVERYTHING)
+
+
+def current_rights() -> Rights:
+    """Of whoever is answered now, within a call's handler; everything where tokens are off."""
+    return _RIGHTS.get()
+
+
+# ---------------------------------------------------------------------- servers
+
+
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Each handshake is made with the files as they are then."""
+    used = [tls.pems()]
+    lock = threading.Lock()
+
+    def newest() -> grpc.ServerCertificateConfiguration | None:
+        with lock:
+            pems = tls.pems()
+            if pems is used[0]:
+                return None
+            used[0] = pems
+            return _configuration(pems)
+
+    first = _configuration(used[0])
+    return grpc.dynamic_ssl_server_credentials(first, newest, tls.client_certs)  # type: ignore[arg-type]
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+
+class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets a call through to its handler when its token, or its certificate, allows it.
+
+    ``rules`` has each rpc's :class:`Access` by its name; an rpc without one is refused to everybody.
+    """
+
+    def __init__(self, gate: Gate, rules: Mapping[str, Access]) -> None:
+        self._gate = gate
+        self._rules = rules
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        access = self._rules.get(handler_call_details.method.rpartition("/")[2])
+        answer = self._answer_stream if handler.response_streaming else self._answer
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            return answer(access, behaviour, handler.request_streaming, request, context)
+
+        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    def _answer(
+        self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
+    ) -> Any:
+        rights = self._admit(access, None if streamed else request, context)
+        token = _RIGHTS.set(rights)
+        try:
+            return behaviour(request, context)
+        finally:
+            _RIGHTS.reset(token)
+
+    def _answer_stream(
+        self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        rights = self._admit(access, None if streamed else request, context)
+        _RIGHTS.set(rights)  # gRPC gives each call a context of its own
+        yield from behaviour(request, context)
+
+    def _admit(self, access: Access | None, request: Any, context: grpc.ServicerContext) -> Rights:
+        shown = next((value for name, value in context.invocation_metadata() if name == _HEADER), None)
+        certified: Any = context.auth_context().get("x509_common_name", ())
+        names = tuple(name.decode("utf-8", "replace") for name in certified)
+        try:
+            return self._gate.admit(access, _text(shown), names, request)
+        except Unauthenticated as error:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        except Forbidden as error:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except KVError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError("abort returned")
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+
+
+# ---------------------------------------------------------------------- callers
+
+
+def open_channel(
+    target: str,
+    options: Sequence[tuple[str, Any]] = (),
+    *,
+    ca: Path | None = None,
+    cert: Path | None = None,
+    key: Path | None = None,
+    named: str = "",
+    token: Callable[[], str] | None = None,
+) -> grpc.Channel:
+    """A channel to ``HOST:PORT``; with ``ca`` by TLS and never without, and only to who has a certificate for HOST,
+    or for ``named``: the host that the operator gave, where ``target`` is what an unproved peer told.
+
+    ``token`` gives what each call shows. The files are read now: open another channel when they have changed. Raises
+    :class:`ConfigError`.
+    """
+    if ca is None:
+        channel = grpc.insecure_channel(target, options)
+    else:
+        credentials = grpc.ssl_channel_credentials(
+            read_private(ca, "CA", secret=False),
+            None if key is None else read_private(key, "certificate's key", secret=True),
+            None if cert is None else read_private(cert, "certificate", secret=False),
+        )
+        if named:
+            options = (*options, ("grpc.ssl_target_name_override", named))
+        channel = grpc.secure_channel(target, credentials, options)
+    return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))
+
+
+class _Details(grpc.ClientCallDetails):
+    """A call's details with one more header."""
+
+    def __init__(self, given: Any, header: tuple[str, str]) -> None:
+        self.method, self.timeout, self.credentials = given.method, given.timeout, given.credentials
+        self.wait_for_ready, self.compression = given.wait_for_ready, given.compression
+        self.metadata = (*(given.metadata or ()), header)
+
+
+class _Bearer(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
+):
+    """Shows the token with each call."""
+
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_token(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_token(details), request)
+
+    def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return continuation(self._with_token(details), requests)
+
+    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return continuation(self._with_token(details), requests)
+
+    def _with_token(self, details: Any) -> _Details:
+        return _Details(details, (_HEADER, f"Bearer {self._token()}"))

@@ -1,0 +1,102 @@
+"""A file that is read again when it changes, and whose last good content stays in use when it has become bad."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.logs import get_logger
+
+log = get_logger(__name__)
+
+#: A change is seen within this.
+LOOK_S: Final = 1.0
+FILE_BYTES_MAX: Final = 1 << 20
+#: Permissions that a secret must not have: reading and writing by others than its owner and group.
+_OTHERS: Final = stat.S_IROTH | stat.S_IWOTH
+_Seen = tuple[int, int, int]
+
+T = TypeVar("T")
+
+
+def read_private(path: Path, what: str, *, secret: bool) -> bytes:
+    """The whole file. Raises :class:`ConfigError` when it cannot be read, is too large, or when others may change it
+    or, of a ``secret``, read it. ``what`` names it in the error."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+    if stat.S_ISREG(mode) and mode & (_OTHERS if secret else stat.S_IWOTH):
+        raise ConfigError(
+            f"the {what} {path} can be {'read or ' if secret else ''}changed by others: chmod o-rwx {path}"
+        )
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"the {what} {path} has more than {FILE_BYTES_MAX} bytes: is it the right file?")
+    return content
+
+
+class WatchedFile(Generic[T]):
+    """What ``load`` makes of files, made anew within ``LOOK_S`` of a change of any of them. Thread-safe.
+
+    ``load`` runs at construction, where its :class:`ConfigError` goes to the caller; later ones are told by
+    :meth:`problem`, and the last good content stays.
+    """
+
+    def __init__(
+        self, paths: tuple[Path, ...], load: Callable[[], T], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._paths = paths
+        self._load = load
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._problem = ""
+        self._looked = clock()
+        self._seen = self._look()
+        self._content = load()
+
+    def current(self) -> T:
+        """Cheap: looks at the files at most once in ``LOOK_S``."""
+        if self._clock() - self._looked >= LOOK_S:
+            self.refresh()
+        return self._content
+
+    def refresh(self) -> None:
+        """Look now."""
+        with self._lock:
+            self._looked = self._clock()
+            seen = self._look()
+            if seen == self._seen:
+                return
+            try:
+                self._content = self._load()
+                self._problem = ""
+                log.info("file read again", path=str(self._paths[0]))
+            except ConfigError as error:
+                if self._problem != str(error):
+                    log.error("changed file is not good, the last good one stays in use", problem=str(error))
+                self._problem = str(error)
+            self._seen = seen
+
+    def problem(self) -> str:
+        """Why the files as they are now are not in use; empty when they are."""
+        self.current()
+        return f"{self._problem} (the last good one is in use)" if self._problem else ""
+
+    def _look(self) -> tuple[_Seen | None, ...]:
+        return tuple(_seen(path) for path in self._paths)
+
+
+def _seen(path: Path) -> _Seen | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ctime_ns, found.st_size, found.st_ino
