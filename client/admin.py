@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -11,12 +12,22 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstrata.client.masters import leader_in, parse_masters
+from kvstrata.client.security.credentials import Credentials, host_of
+from kvstrata.client.security.greeting import greet, named_host
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
-from kvstrata.proto.errors import Busy, InvalidArgument, KVError, NotLeader, Refused, Unavailable
-from kvstrata.transfer.connection import Connection
-from kvstrata.transfer.identity import Identity
+from kvstrata.proto.errors import (
+    Busy,
+    Forbidden,
+    InvalidArgument,
+    KVError,
+    NotLeader,
+    Refused,
+    Unauthenticated,
+    Unavailable,
+)
+from kvstrata.transfer.security.grpc_security import open_channel
 
 CALL_S: Final = 5.0
 MESSAGE_BYTES_MAX: Final = 64 << 20
@@ -33,18 +44,21 @@ R = TypeVar("R", bound=Message)
 class _Link:
     """One master's gRPC, found by its channel address: the hello there names it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self.hello = _greet(address)
-        options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.enable_http_proxy", 0)]
-        self._channel = grpc.insecure_channel(self.hello.grpc, options)
+        self.hello = greet(address, "admin")
+        if not self.hello.grpc:
+            raise Unavailable(f"the master at {address} names no gRPC endpoint: start it with --grpc HOST:PORT")
+        self._credentials = credentials
+        self._channel = _channel(self.hello.grpc, credentials, named_host(address, self.hello.grpc))
         self._stub = MasterStub(self._channel)  # type: ignore[no-untyped-call]
 
     def call(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:
         """Raises what the master's refusal means; see :class:`AdminClient`, and :class:`NotLeader`."""
         started = time.monotonic()
+        shown = tuple(self._credentials.bearer().items())
         try:
-            answer = getattr(self._stub, rpc)(request, timeout=timeout_s)
+            answer = getattr(self._stub, rpc)(request, timeout=timeout_s, metadata=shown)
             assert isinstance(answer, kind)
             return answer
         except grpc.RpcError as error:
@@ -58,7 +72,11 @@ class _Link:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unavailable(f"the master's gRPC at {self.hello.grpc} gave no answer in {took_s:.1f} s")
         if code == grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"cannot reach the master's gRPC at {self.hello.grpc}: {text}. Is the port open?")
+            return Unavailable(f"cannot reach the master's gRPC at {self.hello.grpc}: {text}. {self._hint()}")
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(f"the master asks who calls: {text}. Give a token (--token-file) that it knows")
+        if code == grpc.StatusCode.PERMISSION_DENIED:
+            return Forbidden(f"the master refused: {text}")
         if code == grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidArgument(text or "the master calls an argument invalid")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -67,22 +85,20 @@ class _Link:
             return Refused(f"the master ({self.hello.software}) does not know this call: it is older than this client")
         return Refused(f"the master refused: {text}")
 
+    def _hint(self) -> str:
+        if self._credentials.ca is None:
+            return "Is the port open? Where the pool uses TLS, give its authority (--ca)"
+        return f"Is the port open, does it serve TLS, and is its certificate one of {self._credentials.ca}?"
+
     def close(self) -> None:
         self._channel.close()
 
 
-def _greet(master: str) -> pb.HelloOk:
-    try:
-        connection = Connection.open(master, Identity.new(role="admin"), connect_s=1.0, silence_s=1.0)
-    except Unavailable as error:
-        raise Unavailable(f"no master at {master}: {error}. Is it running, and is this its channel?") from error
-    connection.close()
-    hello = connection.hello
-    if hello.role != "master":
-        raise InvalidArgument(f"{master} is a {hello.role or 'stranger'}, not a master: give a master's channel")
-    if not hello.grpc:
-        raise Unavailable(f"the master at {master} names no gRPC endpoint: start it with --grpc HOST:PORT")
-    return hello
+def _channel(endpoint: str, credentials: Credentials, named: str) -> grpc.Channel:
+    """``named``: the host that the server's certificate has to name."""
+    options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.enable_http_proxy", 0)]
+    credentials.check_way(host_of(endpoint))
+    return open_channel(endpoint, options, ca=credentials.ca, cert=credentials.cert, key=credentials.key, named=named)
 
 
 class AdminClient:
@@ -96,15 +112,33 @@ class AdminClient:
 
     * :class:`Unavailable` with what to do, when no master can be reached, or none leads for now,
     * :class:`InvalidArgument` for values that cannot be (a negative limit, floors that do not fit),
+    * :class:`Unauthenticated` and :class:`Forbidden` when the master wants a token, or one of another role,
     * :class:`Refused` otherwise.
+
+    ``token`` and what follows it: as for :class:`~kvstrata.client.Client`. Over TLS a master is believed that shows a
+    certificate for the host of its address here; a leader elsewhere is followed when one of these has named it.
     """
 
-    def __init__(self, masters: str, *, timeout_s: float = CALL_S) -> None:
+    def __init__(
+        self,
+        masters: str,
+        *,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        insecure: bool = False,
+        timeout_s: float = CALL_S,
+    ) -> None:
         self.timeout_s = timeout_s
+        shown = Credentials.given(token, token_file, tls_ca, tls_cert, tls_key, insecure=insecure)
+        self._credentials = shown.checked()
         self._addresses = parse_masters(masters)
         self._links: dict[str, _Link] = {}
         self._first = next(self._reachable())
-        self._leader = self._first.address if self._first.hello.leading else self._first.hello.leader
+        hello = self._first.hello
+        self._leader = self._first.address if hello.leading else self._believed(hello.leader)
 
     @property
     def address(self) -> str:
@@ -296,18 +330,22 @@ class AdminClient:
             if address == asked.address:
                 continue
             try:
-                hello = _greet(address)
+                hello = greet(address, "admin")
             except Unavailable:
                 continue
             if hello.leading:
                 return address
-            named = named or hello.leader
+            named = named or self._believed(hello.leader)
         return named
+
+    def _believed(self, leader: str) -> str:
+        """A leader that a hello names, "" for one that is not to be shown a token on such word alone."""
+        return leader if self._credentials.ca is None or leader in self._addresses else ""
 
     def _link(self, address: str) -> _Link:
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = _Link(address)
+            link = self._links[address] = _Link(address, self._credentials)
         return link
 
     def _reachable(self, problem: KVError | None = None) -> Iterator[_Link]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvstrata.client.arguments import Hashes
@@ -47,8 +48,25 @@ class AsyncClient:
         transfer_deadline_ms: int = 2000,
         *,
         name: str = "",
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        insecure: bool = False,
     ) -> None:
-        self.sync = Client(masters, token, transport, verify, transfer_deadline_ms, name=name)
+        self.sync = Client(
+            masters,
+            token,
+            transport,
+            verify,
+            transfer_deadline_ms,
+            name=name,
+            token_file=token_file,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            insecure=insecure,
+        )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstrata-aio")
 
     def register(self, buffer: Any) -> Region:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstrata.client import traced
 from kvstrata.client.asked import Asked
 from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.client.outcomes import WHOLE_CALL
@@ -24,7 +25,7 @@ def copying(asked: Asked, blocks: BlockView, verify: Verify, ranges: LandedRange
     def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         into = blocks if where is None else blocks[where]
         request = Fetch(namespace, salt, hashes, into, asked.attempt_deadline, verify, namespace.epoch)
-        return peer.fetch(request) if ranges is None else ranges.fetch(peer, request, where)
+        return traced.fetch(peer, request) if ranges is None else ranges.fetch(peer, request, where)
 
     return fetch
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, get_args
 
 import numpy as np
@@ -45,6 +46,8 @@ from kvstrata.client.plan import blocks_in_message
 from kvstrata.client.prefetching import Begun, Prefetch, Prefetcher
 from kvstrata.client.reading import Reader
 from kvstrata.client.results import NO_TIER, LoadResult, Lookup, Mask, RemoveResult, StoreResult, reasons_of
+from kvstrata.client.security.credentials import Credentials
+from kvstrata.client.security.fetched import FetchedTickets
 from kvstrata.client.transfers import Transfer, Transfers
 from kvstrata.client.view import View
 from kvstrata.client.writing import Offered, Writer
@@ -70,11 +73,17 @@ class _Part(Protocol):
 class Client:
     """A client of one pool.
 
-    ``masters``: ``"HOST:PORT"``, several with commas. ``token``: ticket for the pool's masters and nodes.
+    ``masters``: ``"HOST:PORT"``, several with commas.
     ``transport``: ``"auto"``, ``"shm"``, ``"tcp"``, ``"rdma"``, or ``"rdma-cma"`` (rdma between processes of one host,
     without a device). ``verify``: which blocks a load over shm or rdma checks against their checksums: ``"always"``,
     ``"sample"`` or ``"never"`` (tcp loads are always checked).
     ``transfer_deadline_ms`` bounds every call. ``name`` is what health shows for this process.
+
+    A pool that asks who calls wants a ``token``, or a ``token_file`` that holds one and may be replaced at any time,
+    and ``tls_ca``, the authority of its masters; ``tls_cert`` and ``tls_key`` where it believes certificates. By
+    default they are the variables ``KVSTRATA_TOKEN_FILE``, ``KVSTRATA_TOKEN``, ``KVSTRATA_CA``, ``KVSTRATA_CERT`` and
+    ``KVSTRATA_KEY``. A token goes to masters alone, and without TLS to those of this host only, but for ``insecure``.
+    Raises :class:`Unauthenticated` for a token that the pool does not know, :class:`ConfigError` for files.
 
     A pool that is down does not stop the constructor: calls answer with misses until it is up.
     """
@@ -88,13 +97,20 @@ class Client:
         transfer_deadline_ms: int = 2000,
         *,
         name: str = "",
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        insecure: bool = False,
     ) -> None:
         addresses = parse_masters(masters)
         if verify not in get_args(Verify):
             raise InvalidArgument(f"verify is {verify!r}: choose one of {', '.join(get_args(Verify))}")
         if not 0 < transfer_deadline_ms <= DEADLINE_MS_MAX:
             raise InvalidArgument(f"transfer_deadline_ms is {transfer_deadline_ms}: expected 1 to {DEADLINE_MS_MAX}")
-        identity = Identity.new(name=name)
+        shown = Credentials.given(token, token_file, tls_ca, tls_cert, tls_key, insecure=insecure)
+        self._tickets = FetchedTickets.shown_for(addresses, shown)
+        identity = Identity.new(name=name, tickets=self._tickets)
         self._choice = TransportChoice(transport, identity)
         self._deadline_s = transfer_deadline_ms / 1e3
         self._verify: Verify = verify
@@ -113,16 +129,23 @@ class Client:
         self._hinter = Hinter(self._looker, self._recent, self._peers, self._fanout)
         self._transfers = Transfers()
         self._views: set[View] = set()
-        self._directory.greet(time.monotonic() + GREET_S)
+        parts: tuple[_Part, ...] = (self._transfers, self._fanout, self._peers, self._directory, self._choice)
+        parts += (self._memory,) if self._tickets is None else (self._memory, self._tickets)
+        self._greet(parts)
         self._keeper = start_keeper(self._directory, self._peers)
         # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
-        self._end = weakref.finalize(
-            self,
-            _end,
-            self._pid,
-            self._keeper,
-            (self._transfers, self._fanout, self._peers, self._directory, self._choice, self._memory),
-        )
+        self._end = weakref.finalize(self, _end, self._pid, self._keeper, parts)
+
+    def _greet(self, parts: tuple[_Part, ...]) -> None:
+        """Be known to a master; a client that is refused leaves nothing behind."""
+        if self._tickets is not None:
+            self._tickets.start()
+        try:
+            self._directory.greet(time.monotonic() + GREET_S)
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
 
     # ------------------------------------------------------------------ memory and names
 
@@ -422,6 +445,7 @@ class Client:
             self._memory,
             open_now,
             self._choice.rail_health(),
+            self._tickets,
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.tracing import TRACING, SpanKind
 
 log = get_logger(__name__)
 
@@ -84,6 +85,7 @@ class Directory:
                     request=request,
                     avoid=ids,
                     avoid_incarnation=incarnations,
+                    trace=TRACING.here(),
                 )
 
             count = len(piece) // namespace.hash_bytes
@@ -93,7 +95,8 @@ class Directory:
                 lambda located: not located.not_yet,
             )
 
-        return join_located([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
+        with TRACING.span("kvstrata.directory.lookup", kind=SpanKind.CLIENT):
+            return join_located([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
 
     def place(
         self,
@@ -117,6 +120,7 @@ class Directory:
                     epoch=namespace.epoch,
                     avoid=ids,
                     avoid_incarnation=incarnations,
+                    trace=TRACING.here(),
                 )
 
             count = len(piece) // namespace.hash_bytes
@@ -125,7 +129,8 @@ class Directory:
                 lambda master: decode(master.ask(namespace, deadline, Kind.PLACE, build)),
             )
 
-        return join_placed([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
+        with TRACING.span("kvstrata.directory.place", kind=SpanKind.CLIENT):
+            return join_placed([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
 
     def remove(self, namespace: PoolNamespace, salt: str, packed: bytes, deadline: float, left_ms: int) -> RemoveResult:
         """Raises like :meth:`lookup`. ``left_ms``: how long the master may wait for nodes to confirm."""

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 from kvstrata.proto.errors import Closed
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.tracing import TRACING
 
 log = get_logger(__name__)
 
@@ -60,7 +61,7 @@ class Fanout:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvstrata-node")
             for task in tasks:
-                begun.append(self._pool.submit(task))
+                begun.append(self._pool.submit(TRACING.carried(task)))
 
     def close(self) -> None:
         """Refuse new work; what runs ends by its own deadline."""

@@ -9,6 +9,7 @@ from kvstrata.client.counters import Counters
 from kvstrata.client.directory import Directory
 from kvstrata.client.memory import RegisteredMemory
 from kvstrata.client.peers import Known, Peers
+from kvstrata.client.security.fetched import FetchedTickets
 from kvstrata.transfer.loops import Loop
 
 
@@ -20,9 +21,10 @@ def health_report(
     memory: RegisteredMemory,
     open_now: Mapping[str, int],
     rails: Mapping[str, object],
+    tickets: FetchedTickets | None = None,
 ) -> dict[str, object]:
     """A dict of plain values, fit for JSON: what this client knows now. ``open_now``: what is under way, by name.
-    ``rails``: what the client has to reach nodes one-sidedly.
+    ``rails``: what the client has to reach nodes one-sidedly. ``tickets``: None where it shows none.
     """
     masters = directory.health()
     nodes = [_node(known) for known in peers.all()]
@@ -30,18 +32,21 @@ def health_report(
     problems += [f"node {n['node_id']}: {n['problem']}" for n in nodes if not n["reachable"]]
     problems += [f"node {n['node_id']}: rails: {n['rails_problem']}" for n in nodes if n["rails_problem"]]
     problems += memory.problems()
+    problems += tickets.problems() if tickets is not None else []
     if loop.problem():
         problems.append(loop.problem())
+    loops = [loop] if tickets is None else [loop, tickets.loop]
     return {
         "healthy": not problems,
         "problems": problems,
         "masters": masters,
         "nodes": nodes,
-        "loop_age_seconds": {loop.name: loop.age_s()},
+        "loop_age_seconds": {each.name: each.age_s() for each in loops},
         "blocks": counters.snapshot(),
         "regions": memory.totals(),
         "staging": memory.staging(),
         "rails": dict(rails),
+        "ticket": tickets.health() if tickets is not None else {},
         **open_now,
     }
 

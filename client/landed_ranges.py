@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from kvstrata.client import traced
 from kvstrata.client.plan import Where
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.status import BlockStatus
@@ -43,7 +44,7 @@ class LandedRanges:
         """An attempt at one node for the blocks at ``where`` (None: all)."""
         at = slice(None) if where is None else where
         try:
-            fetched = peer.fetch(replace(request, parts=self.parts, landed=partial(self._landed, at)))
+            fetched = traced.fetch(peer, replace(request, parts=self.parts, landed=partial(self._landed, at)))
         except KVError:
             self._ended(at, np.zeros(len(request.blocks), np.bool_))
             raise

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeVar
 
 from kvstrata.proto.errors import Closed, Unavailable
+from kvstrata.transfer.tracing import TRACING
 
 THREADS: Final = 8
 PENDING_MAX: Final = 1024
@@ -108,7 +109,7 @@ class Transfers:
                 self._pending += 1
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvstrata-transfer")
-                future = self._pool.submit(call)
+                future = self._pool.submit(TRACING.carried(call))
         if full:
             future = Future()
             future.set_result(shed())

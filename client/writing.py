@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.client import traced
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Hint, Placed, RecentLocations, chosen
@@ -229,7 +230,7 @@ class Writer:
             epoch=offered.namespace.epoch,
         )
         try:
-            pushed = peer.push(push)
+            pushed = traced.push(peer, push)
         except WHOLE_CALL:
             raise
         except KVError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unauthenticated
+from kvstrata.transfer.security.tls import client_context
 
 TOKEN_FILE: Final = "KVSTRATA_TOKEN_FILE"
 TOKEN: Final = "KVSTRATA_TOKEN"
@@ -75,18 +76,10 @@ class Credentials:
         return self
 
     def context(self) -> ssl.SSLContext:
-        """Believes servers of ``ca`` alone, by TLS 1.2 and newer. Raises :class:`ConfigError` naming the file."""
-        try:
-            context = ssl.create_default_context(cafile=str(self.ca))
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{self.ca} cannot be read as an authority in PEM: {error}") from error
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if self.cert is not None:
-            try:
-                context.load_cert_chain(self.cert, self.key)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"{self.cert} and {self.key} are no certificate and its key: {error}") from error
-        return context
+        """Believes servers of ``ca`` alone. Raises :class:`ConfigError` naming the file."""
+        if self.ca is None:
+            raise InvalidArgument("there is no authority to believe servers by")
+        return client_context(self.ca, self.cert, self.key)
 
     @property
     def identifies(self) -> bool:

@@ -51,7 +51,16 @@ class FetchedTickets:
         self._closed = False
         self.loop = Loop("client-tickets", PERIOD_S, self.turn, bound_s=BOUND_S)
 
+    @classmethod
+    def shown_for(cls, masters: Sequence[str], credentials: Credentials) -> FetchedTickets | None:
+        """A source, not started, for whoever has something to show; None for others.
+
+        Raises :class:`ConfigError` for files that cannot be used now: later that is a problem in health."""
+        credentials.checked()
+        return cls(masters, credentials) if credentials.identifies else None
+
     def start(self) -> FetchedTickets:
+        """Begin to fetch; the caller closes it."""
         self.loop.start()
         return self
 
@@ -175,11 +184,3 @@ def _meaning(status: int, who: str) -> KVError:
     if status == 429:
         return Busy(f"{who} was asked for too many tickets: the next attempt comes later")
     return Unavailable(f"{who} answers {status} to a request for a ticket")
-
-
-def tickets_for(masters: Sequence[str], credentials: Credentials) -> FetchedTickets | None:
-    """A started source for whoever has something to show; None for others. The caller closes it.
-
-    Raises :class:`ConfigError` for files that cannot be read now: later that is a problem in health."""
-    credentials.checked()
-    return FetchedTickets(masters, credentials).start() if credentials.identifies else None
