@@ -48,6 +48,8 @@ class Membership:
         self.slot_facts: dict[int, m.NodeFacts] = {}
         #: Called when a node has attached and been told what every node is told first.
         self.attached: Callable[[Node], None] = lambda node: None
+        #: Called when the nodes that may be routed to may have changed.
+        self.rerouted: Callable[[], None] = lambda: None
         #: Whether what a node said before is all there is to know, so that it may go on from there.
         self.resumable: Callable[[str], bool] = lambda node_id: True
         self._directory = directory
@@ -270,6 +272,7 @@ class Membership:
         active = self.active()
         self.slot_facts = {slot: node.attachment.facts for slot, node in active.items() if node.attachment is not None}
         self._directory.route({slot: facts.boot_id for slot, facts in self.slot_facts.items()})
+        self.rerouted()
 
     def _report(self, event: str, **fields: object) -> None:
         self._emit(m.Report(event, fields))

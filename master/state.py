@@ -19,6 +19,7 @@ from kvstrata.master.content.removals import Removal, Removals
 from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.table import fold
+from kvstrata.master.index.log import IndexLog
 from kvstrata.master.intake import Intake
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
@@ -80,6 +81,9 @@ class MasterState:
             self.quotas,
             self.standing,
         )
+        #: The directory's changes, for those who follow it.
+        self.index = IndexLog(self.directory, self.namespaces, lambda: self.membership.slot_facts)
+        self.membership.rerouted = self.index.rerouted
         self.clearing = Clearing(
             self.directory, self.namespaces, self.membership.nodes, self.tombstones, self.chronicle, self._emit
         )
@@ -210,6 +214,7 @@ class MasterState:
     def _tick(self, event: m.Tick, now: float) -> None:
         self.membership.tick(event, now)
         self.directory.turn(now)
+        self.index.turn(now)
         self.replication.turn(now)
         if not self.leading:
             return
@@ -327,6 +332,7 @@ class MasterState:
     def check(self) -> None:
         """Assert every invariant. O(all blocks)."""
         self.directory.check()
+        self.index.check()
         self.namespaces.check()
         self.membership.check()
         self.placement.check()

@@ -136,6 +136,16 @@ class MasterStub(object):
                 request_serializer=kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
                 response_deserializer=kvstrata_dot_proto_dot_control__pb2.MasterList.FromString,
                 _registered_method=True)
+        self.WatchIndex = channel.unary_stream(
+                '/kvstrata.Master/WatchIndex',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.IndexQuery.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.IndexMessage.FromString,
+                _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/kvstrata.Master/Route',
+                request_serializer=kvstrata_dot_proto_dot_control__pb2.RouteQuery.SerializeToString,
+                response_deserializer=kvstrata_dot_proto_dot_control__pb2.RouteAnswer.FromString,
+                _registered_method=True)
 
 
 class MasterServicer(object):
@@ -266,6 +276,19 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchIndex(self, request, context):
+        """The directory, for routers: followed as it changes, and asked who has most of a prefix.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Route(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -368,6 +391,16 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.ListMasters,
                     request_deserializer=kvstrata_dot_proto_dot_channel__pb2.Empty.FromString,
                     response_serializer=kvstrata_dot_proto_dot_control__pb2.MasterList.SerializeToString,
+            ),
+            'WatchIndex': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchIndex,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.IndexQuery.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.IndexMessage.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=kvstrata_dot_proto_dot_control__pb2.RouteQuery.FromString,
+                    response_serializer=kvstrata_dot_proto_dot_control__pb2.RouteAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -910,6 +943,60 @@ class Master(object):
             '/kvstrata.Master/ListMasters',
             kvstrata_dot_proto_dot_channel__pb2.Empty.SerializeToString,
             kvstrata_dot_proto_dot_control__pb2.MasterList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstrata.Master/WatchIndex',
+            kvstrata_dot_proto_dot_control__pb2.IndexQuery.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.IndexMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstrata.Master/Route',
+            kvstrata_dot_proto_dot_control__pb2.RouteQuery.SerializeToString,
+            kvstrata_dot_proto_dot_control__pb2.RouteAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,7 @@ from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, H
 from kvstrata.master.directory.probing import Keys, Remap
 from kvstrata.master.directory.routes import Routes
 from kvstrata.master.directory.table import BEGIN, Cursor, Table
+from kvstrata.master.directory.tap import Tap
 from kvstrata.proto.errors import Busy
 
 #: Miss reports remembered for a slot, so that what they hid can be shown again. Past it the oldest stay
@@ -101,6 +102,7 @@ class Directory:
         self.holders = HolderSets()
         self.ghosts = Ghosts()
         self.graves = Graves()
+        self.tap: Tap | None = None  #: told of every change
         self._parts: dict[TableKey, _Part] = {}
         self._ghost_blocks = 0
         self._left_blocks = 0
@@ -144,6 +146,8 @@ class Directory:
                 self._left_blocks += left
                 self._ghost_blocks += left if reason is not None else 0
         self._routes.forget(slot)
+        if self.tap is not None:
+            self.tap.slot_dropped(slot)
         return dropped
 
     def route(self, hosts: Mapping[int, str]) -> None:
@@ -158,16 +162,22 @@ class Directory:
 
     def add(self, slot: int, table: TableKey, tier: int, keys: Keys) -> int:
         """``slot`` has these blocks in ``tier``; returns how many that is news for."""
+        if self.tap is not None:
+            self.tap.stored(slot, table, tier, keys)
         return self._change(table, keys, lambda ids: self.holders.with_holder(ids, slot, tier))
 
     def remove(self, slot: int, table: TableKey, tier: int, keys: Keys, reason: MissReason = MissReason.EVICTED) -> int:
         """``slot`` no longer has these blocks in ``tier``."""
         mark = self.ghosts.mark(reason)
+        if self.tap is not None:
+            self.tap.removed(slot, table, tier, keys)
         return self._change(table, keys, lambda ids: self.holders.without_holder(ids, slot, tier, mark))
 
     def remove_everywhere(self, table: TableKey, keys: Keys, reason: MissReason = MissReason.REMOVED) -> int:
         """No one is known to have these blocks any more; returns how many were known."""
         mark = self.ghosts.mark(reason)
+        if self.tap is not None:
+            self.tap.cleared(table, keys)
         return self._change(table, keys, lambda ids: self.holders.without_holders(ids, mark))
 
     def remove_slot_blocks(
@@ -184,9 +194,10 @@ class Directory:
         O(tables). They are buried for ``reason``, under the group ``renumbered`` if that is given.
         """
         dropped = 0
-        for key, part in list(self._parts.items()):
-            if not match(key):
-                continue
+        matching = [(key, part) for key, part in self._parts.items() if match(key)]
+        if self.tap is not None and matching:
+            self.tap.dropped([key for key, _ in matching])
+        for key, part in matching:
             dropped += part.table.live - part.left
             for set_id, count in list(part.counts.items()):
                 self._count(part, set_id, -count)
@@ -210,6 +221,9 @@ class Directory:
             return 0
         reports = self._reports.setdefault(slot, deque(maxlen=HIDDEN_REPORTS_MAX))
         reports.append(_Report(seq, table, keys[seen].copy(), tiers[seen]))
+        if self.tap is not None:
+            for tier in range(HIDDEN):
+                self.tap.removed(slot, table, tier, keys[tiers >> tier & 1 != 0])
         return self._change(table, keys, lambda ids: self.holders.hidden(ids, slot))
 
     def applied(self, slot: int, seq: int) -> None:
@@ -229,6 +243,10 @@ class Directory:
     def _show(self, slot: int, report: _Report) -> None:
         for tiers in np.unique(report.tiers).tolist():
             keys = report.keys[report.tiers == tiers]
+            if self.tap is not None:
+                hidden = self.holders.hides(self.known_ids(report.table, keys), slot)
+                for tier in (tier for tier in range(HIDDEN) if tiers >> tier & 1):
+                    self.tap.stored(slot, report.table, tier, keys[hidden])
             self._change(report.table, keys, lambda ids, tiers=tiers: self.holders.shown(ids, slot, tiers))  # type: ignore[misc]
 
     def _change(self, key: TableKey, keys: Keys, change: Callable[[Ids], Ids]) -> int:

@@ -221,6 +221,12 @@ class HolderSets:
                     masks[set_id] |= 1 << (code & 3)
         return masks[ids]
 
+    def hides(self, ids: Ids, slot: int) -> npt.NDArray[np.bool_]:
+        """Whether ``slot`` is hidden in each set: bool[n]."""
+        mark = code_of(slot, HIDDEN)
+        hiding = [set_id for set_id in np.unique(ids).tolist() if mark in self.visible(set_id)]
+        return np.isin(ids, hiding)
+
     def visible(self, set_id: int) -> Holders:
         """The codes in a set, hidden ones included, a ghost left out; () for a forgotten id."""
         return _living(self._sets[set_id] or ())
