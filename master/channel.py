@@ -12,6 +12,7 @@ from kvstrata.master import messages as m
 from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.namespaces import Opened
+from kvstrata.master.operations import NAMES, OPERATIONS
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Refused
@@ -22,8 +23,10 @@ from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.identity import SOFTWARE, advertised, boot_id
+from kvstrata.transfer.observed import observed
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection, Session
+from kvstrata.transfer.timings import Timings
 
 log = get_logger(__name__)
 
@@ -48,6 +51,8 @@ class MasterChannel:
     def __init__(self, hub: Hub, endpoints: Endpoints) -> None:
         self._hub = hub
         self._calls = ClientCalls(hub)
+        #: Seconds of what clients ask, by operation.
+        self.timings = Timings(NAMES)
         self._endpoints = endpoints
         self._boot_id = boot_id()
         # Namespace handles are this process's own: a client that sees another number opens them anew.
@@ -63,7 +68,7 @@ class MasterChannel:
             Kind.REMOVE: self._remove,
             Kind.HEARTBEAT: self._heartbeat,
         }
-        return answered
+        return observed(answered, OPERATIONS, self.timings)
 
     def hello(self, session: Session) -> pb.HelloOk:
         """Who this is, and where else it listens: a wildcard host becomes the one the asker came by."""

@@ -56,6 +56,7 @@ class _Output:
     """Where events go: the standard ``logging`` tree, or rendered lines on stderr."""
 
     def __init__(self) -> None:
+        self.trace_id: Callable[[], str] | None = None
         self._limit = RateLimiter()
         self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
         self._library = structlog.processors.KeyValueRenderer(key_order=["event"])
@@ -77,6 +78,8 @@ class _Output:
         if not (number >= self._level if self._render else host.isEnabledFor(number)):
             raise structlog.DropEvent
         event = self._limit(_, method, event)
+        if self.trace_id is not None and (trace_id := self.trace_id()):
+            event["trace_id"] = trace_id
         event = structlog.processors.format_exc_info(_, method, event)
         if self._render is None:
             del event["logger"]
@@ -99,6 +102,11 @@ def get_logger(name: str) -> Any:
         None, processors=[_output], wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG)
     )
     return logger.bind(logger=name)
+
+
+def name_traces(trace_id: Callable[[], str]) -> None:
+    """Have each event say the trace in which it happened: what ``trace_id()`` gives, "" for none."""
+    _output.trace_id = trace_id
 
 
 def configure(log_format: LogFormat = "text", level: str = "info") -> None:

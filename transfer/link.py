@@ -22,6 +22,7 @@ from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Disconnected, Late
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.replies import statuses
+from kvstrata.transfer.tracing import TRACING, SpanKind
 
 #: Leases handed back in one message.
 RELEASES_MAX: Final = 4096
@@ -59,6 +60,7 @@ class NodeLink:
             deadline_ms=_left_ms(request.deadline),
             epoch=request.epoch,
             releases=self.take_releases(),
+            trace=TRACING.here(),
         )
 
     def acquire(
@@ -66,15 +68,17 @@ class NodeLink:
     ) -> tuple[pb.AcquireOk, float]:
         """Leases on slots, to be read from elsewhere: the node's answer, and the moment before it was asked."""
         sent = time.monotonic()
-        message = pb.Acquire(
-            ns=self.handle(namespace, deadline),
-            salt=salt,
-            hashes=hashes,
-            deadline_ms=max(1, int((deadline - sent) * 1e3)),
-            releases=self.take_releases(),
-            epoch=epoch,
-        ).SerializeToString()
-        return expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
+        with TRACING.span("kvstrata.acquire", kind=SpanKind.CLIENT):
+            message = pb.Acquire(
+                ns=self.handle(namespace, deadline),
+                salt=salt,
+                hashes=hashes,
+                deadline_ms=max(1, int((deadline - sent) * 1e3)),
+                releases=self.take_releases(),
+                epoch=epoch,
+                trace=TRACING.here(),
+            ).SerializeToString()
+            return expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
 
     # ------------------------------------------------------------------ blocks by name
 
@@ -88,6 +92,7 @@ class NodeLink:
             deadline_ms=_left_ms(blocks.deadline),
             releases=self.take_releases(),
             epoch=blocks.epoch,
+            trace=TRACING.here(),
         ).SerializeToString()
         reply = expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, blocks.deadline), Kind.ACQUIRE_OK)
         return statuses(reply.status, len(blocks.hashes) // blocks.namespace.hash_bytes, BlockStatus.MISSING)

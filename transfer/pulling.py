@@ -19,6 +19,7 @@ from kvstrata.transfer.checksums import checksums
 from kvstrata.transfer.connection import expect
 from kvstrata.transfer.link import NodeLink
 from kvstrata.transfer.replies import flags, statuses
+from kvstrata.transfer.tracing import TRACING, SpanKind
 
 #: Stores up to this size are hashed first and commit in the same round trip: the node compares what it has read.
 COMMIT_AT_ONCE_BYTES: Final = 256 << 10
@@ -35,18 +36,19 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
     blocks = request.blocks
     hash_here = not blocks.region.memory.on_host
     at_once = not hash_here and len(blocks) * blocks.block_bytes <= COMMIT_AT_ONCE_BYTES
-    message = pb.Pull(
-        reserve=link.reserve(request),
-        region=blocks.region.id,
-        descriptors=blocks.table.tobytes(),
-        pieces=blocks.pieces,
-        checksums=checksums(blocks).tobytes() if at_once else b"",
-        hash_here=hash_here,
-    ).SerializeToString()
     hashed: list[npt.NDArray[np.uint64]] = []
     meanwhile = None if at_once or hash_here else lambda: hashed.append(checksums(blocks))
-    frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
-    reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
+    with TRACING.span("kvstrata.pull", kind=SpanKind.CLIENT):
+        message = pb.Pull(
+            reserve=link.reserve(request),
+            region=blocks.region.id,
+            descriptors=blocks.table.tobytes(),
+            pieces=blocks.pieces,
+            checksums=checksums(blocks).tobytes() if at_once else b"",
+            hash_here=hash_here,
+        ).SerializeToString()
+        frame = link.channel.call(Kind.PULL, message, request.deadline, meanwhile=meanwhile)
+        reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
     status[:] = statuses(reply.status, len(status), BlockStatus.REFUSED)
     durable[:] = flags(reply.durable, len(status))
     granted = np.flatnonzero(status == _RESERVED)
@@ -56,8 +58,9 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
         own = np.zeros(len(granted), np.uint64)
     else:  # a node may grant a pull that was to commit at once, too
         own = (hashed[-1] if hashed else checksums(blocks))[granted]
-    commit = pb.Commit(reservation=reply.reservation, checksums=own.tobytes())
-    frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
-    done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
+    with TRACING.span("kvstrata.commit", kind=SpanKind.CLIENT):
+        commit = pb.Commit(reservation=reply.reservation, checksums=own.tobytes(), trace=TRACING.here())
+        frame = link.channel.call(Kind.COMMIT, commit.SerializeToString(), request.deadline)
+        done = expect(pb.CommitOk, frame, Kind.COMMIT_OK)
     status[granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
     durable[granted] = flags(done.durable, len(granted))

@@ -30,6 +30,7 @@ from kvstrata.transfer.ranges import cut, tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.slabs import SlabMap
 from kvstrata.transfer.stage import Stage
+from kvstrata.transfer.tracing import TRACING
 from kvstrata.transfer.views import ShmLease
 
 _LOADED = int(BlockStatus.LOADED)
@@ -85,7 +86,8 @@ class ShmPeer:
 
     def fetch(self, request: Fetch) -> Fetched:
         count = len(request.blocks)
-        if count == 1 and request.blocks.pieces == 1 and self.tamper is None and not request.parts:
+        plain = self.tamper is None and not request.parts and not TRACING.on
+        if count == 1 and request.blocks.pieces == 1 and plain:
             return self._fetch_one(request)
         status, tier = undecided(count), np.zeros(count, np.uint8)
         sequence = 0
@@ -143,11 +145,14 @@ class ShmPeer:
             slabs = self.slabs.ensure(set(granted.slab.tolist()))
             ranges = cut(blocks, request.parts)
             if len(ranges) > 1:
-                self._copy_ranges(request, granted, ranges, granted.addresses(slabs, blocks.block_bytes))
+                with TRACING.span("kvstrata.copy"):
+                    self._copy_ranges(request, granted, ranges, granted.addresses(slabs, blocks.block_bytes))
             else:
-                copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
+                with TRACING.span("kvstrata.copy"):
+                    copy_into(blocks, granted.addresses(slabs, blocks.block_bytes))
                 self._tampered(blocks)
-            self._check(request, granted, blocks, status)
+            with TRACING.span("kvstrata.verify"):
+                self._check(request, granted, blocks, status)
             if len(ranges) == 1:
                 tell_whole(request, status)
         finally:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.ranges import tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.replies import flags, statuses
+from kvstrata.transfer.tracing import TRACING, SpanKind
 
 #: One part of a batch: large enough to stream, small enough to overlap with its neighbours.
 PART_BYTES: Final = 16 << 20
@@ -88,6 +90,10 @@ class TcpPeer:
         return Fetched(status, tier, max(sequences, default=0), moved)
 
     def _fetch_part(self, request: Fetch, low: int, high: int, status: StatusArray, tier: StatusArray) -> int:
+        with TRACING.span("kvstrata.acquire", kind=SpanKind.CLIENT):
+            return self._acquire_part(request, low, high, status, tier)
+
+    def _acquire_part(self, request: Fetch, low: int, high: int, status: StatusArray, tier: StatusArray) -> int:
         link, namespace = self.link, request.namespace
         message = pb.Acquire(
             ns=link.handle(namespace, request.deadline),
@@ -97,6 +103,7 @@ class TcpPeer:
             deadline_ms=max(1, int((request.deadline - time.monotonic()) * 1e3)),
             releases=link.take_releases(),
             epoch=request.epoch,
+            trace=TRACING.here(),
         ).SerializeToString()
         sent = time.monotonic()
         with link.channel.exchange(Kind.ACQUIRE, message, request.deadline) as (connection, frame):
@@ -106,7 +113,8 @@ class TcpPeer:
             blocks = request.blocks[low:high][granted.positions]
             good = np.zeros(granted.count, bool)
             try:
-                self._receive(connection, request, blocks, granted, good)
+                with TRACING.span("kvstrata.receive"):
+                    self._receive(connection, request, blocks, granted, good)
             finally:
                 part = granted.status
                 part[granted.positions[~good]] = BlockStatus.UNKNOWN
@@ -167,8 +175,9 @@ class TcpPeer:
             first_index=request.first_index + low,
             epoch=request.epoch,
         )
-        frame = link.channel.call(Kind.RESERVE, link.reserve(part).SerializeToString(), request.deadline)
-        reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
+        with TRACING.span("kvstrata.reserve", kind=SpanKind.CLIENT):
+            frame = link.channel.call(Kind.RESERVE, link.reserve(part).SerializeToString(), request.deadline)
+            reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
         got = statuses(reply.status, high - low, BlockStatus.REFUSED)
         status[low:high] = got
         durable[low:high] = flags(reply.durable, high - low)
@@ -178,7 +187,10 @@ class TcpPeer:
         blocks = part.blocks[granted]
         message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
         raw = _views(blocks)
-        with link.channel.exchange(Kind.WRITE, message.SerializeToString(), request.deadline, raw) as (_, answer):
+        with (
+            TRACING.span("kvstrata.write", kind=SpanKind.CLIENT),
+            link.channel.exchange(Kind.WRITE, _traced(message), request.deadline, raw) as (_, answer),
+        ):
             done = expect(pb.CommitOk, answer, Kind.COMMIT_OK)
             status[low:high][granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
             durable[low:high][granted] = flags(done.durable, len(granted))
@@ -198,7 +210,9 @@ class TcpPeer:
             return [self._settled(run, low, high, status) for low, high in bounds[which]]
 
         lanes = min(SOCKETS, len(bounds))
-        others = [self._threads.submit(work, slice(lane, None, lanes)) for lane in range(1, lanes)]
+        others = [
+            self._threads.submit(TRACING.carried(partial(work, slice(lane, None, lanes)))) for lane in range(1, lanes)
+        ]
         try:
             results = work(slice(0, None, lanes))
         finally:
@@ -224,6 +238,11 @@ class TcpPeer:
 
     def close(self) -> None:
         self.link.close()
+
+
+def _traced(message: pb.Write) -> bytes:
+    message.trace = TRACING.here()
+    return message.SerializeToString()
 
 
 def _views(blocks: BlockView) -> list[memoryview]:

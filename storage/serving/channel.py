@@ -21,6 +21,7 @@ from kvstrata.proto.status import HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.serving.messages import parsed, reply, u32s
+from kvstrata.storage.serving.operations import NAMES, OPERATIONS
 from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
@@ -32,8 +33,10 @@ from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.transfer.frames import FDS_MAX, Frame
 from kvstrata.transfer.memory import Memory
+from kvstrata.transfer.observed import observed
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection, Session
+from kvstrata.transfer.timings import Timings
 
 
 class NodeChannel:
@@ -54,6 +57,8 @@ class NodeChannel:
         rails: NodeRails | None = None,
     ) -> None:
         self.regions = RegionBook()
+        #: Seconds of reads and writes, by operation.
+        self.timings = Timings(NAMES)
         self._rails = rails
         self._state = state
         self._lock = lock
@@ -64,7 +69,7 @@ class NodeChannel:
 
     def handlers(self) -> dict[int, Handler]:
         """By frame kind, for the channel server."""
-        return {
+        answered: dict[int, Handler] = {
             **self._reads.handlers(),
             **self._writes.handlers(),
             Kind.PING: lambda connection, frame: Reply(Kind.PONG),
@@ -77,6 +82,7 @@ class NodeChannel:
             Kind.NODE_INFO: self._node_info,
             Kind.HINT: self._hint,
         }
+        return observed(answered, OPERATIONS, self.timings)
 
     def session_ended(self, session: Session) -> None:
         """The server's word that a client is gone."""

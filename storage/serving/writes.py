@@ -34,6 +34,7 @@ from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
+from kvstrata.transfer.tracing import TRACING
 
 _ABORTED = int(BlockStatus.ABORTED)
 _LATE = int(BlockStatus.LATE)
@@ -164,11 +165,12 @@ class WriteHandlers:
         wanted = table if len(granted) == len(table) else table[granted]
         if isinstance(region, RailRegion):
             assert self._pulls is not None
-            taken, problem = self._pulls.take(region, got.reservation, wanted)
+            with TRACING.span("kvstrata.node.copy"):
+                taken, problem = self._pulls.take(region, got.reservation, wanted)
             if taken is not Taken.ARRIVED:
                 return _not_taken(taken, problem, got, granted, durable)
         else:
-            with self._moving(got.reservation):
+            with self._moving(got.reservation), TRACING.span("kvstrata.node.copy"):
                 regions.pull(region, got.reservation.blocks, wanted)
         if checksums:
             return self._pulled_and_committed(got, granted, [checksums[i] for i in granted], durable)

@@ -8,6 +8,7 @@ rails are all that is allowed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvstrata.transfer.rdma.session import RailSession, RailState
 from kvstrata.transfer.rdma.told import ToldRegions
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.tcp import TcpPeer
+from kvstrata.transfer.tracing import TRACING
 
 log = get_logger(__name__)
 
@@ -134,8 +136,11 @@ class RdmaPeer:
         problem: Exception | None = None
         try:
             reading = Reading(opened, granted, blocks, request.deadline)
-            good = reading.run(lambda job: wait_for(job, self.link.channel, request.deadline), request.parts, landed)
-            status[granted.positions] = self._verdict(request, granted, blocks, good)
+            with TRACING.span("kvstrata.copy"):
+                wait = partial(wait_for, channel=self.link.channel, deadline=request.deadline)
+                good = reading.run(wait, request.parts, landed)
+            with TRACING.span("kvstrata.verify"):
+                status[granted.positions] = self._verdict(request, granted, blocks, good)
             self.rails.worked()
         except Exception as error:  # noqa: BLE001  a mistake is raised below, unless it would hide what is left
             problem = error

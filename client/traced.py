@@ -1,0 +1,68 @@
+"""What a client's spans say: see :mod:`kvstrata.transfer.tracing`."""
+
+from __future__ import annotations
+
+from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.results import LoadResult, Lookup, StoreResult, reasons_of
+from kvstrata.transfer.base import Fetch, Fetched, Peer, Push, Pushed
+from kvstrata.transfer.tracing import TRACING, Span, salt_tag, set_counts
+
+
+def told_lookup(span: Span, namespace: PoolNamespace, salt: str, found: Lookup, request: str) -> None:
+    """What was asked, and how much of it there is."""
+    _told(span, namespace, salt, len(found.present), found.reasons)
+    span.set("answered", found.answered)
+    if found.hit_blocks is not None:
+        span.set("hit.prefix", found.hit_blocks)
+    if request:
+        span.set("request", request)
+
+
+def told_load(span: Span, namespace: PoolNamespace, salt: str, result: LoadResult) -> None:
+    """What was asked, what came of it, and from which tier."""
+    _told(span, namespace, salt, len(result.status), result.reasons)
+    span.set("bytes", result.bytes_moved)
+    set_counts(span, "hit", result.by_tier())
+
+
+def told_store(span: Span, namespace: PoolNamespace, salt: str, result: StoreResult) -> None:
+    """What was offered, and what came of it."""
+    _told(span, namespace, salt, len(result.status), result.reasons)
+    span.set("bytes", result.bytes_moved)
+
+
+def fetch(peer: Peer, request: Fetch) -> Fetched:
+    """``peer.fetch``, in a span when somebody traces."""
+    if not TRACING.on:
+        return peer.fetch(request)
+    with TRACING.span("kvstrata.fetch") as span:
+        fetched = peer.fetch(request)
+        if span.recording:
+            _told_peer(span, peer, reasons_of(fetched.status), fetched.bytes_moved)
+        return fetched
+
+
+def push(peer: Peer, request: Push) -> Pushed:
+    """``peer.push``, in a span when somebody traces."""
+    if not TRACING.on:
+        return peer.push(request)
+    with TRACING.span("kvstrata.push") as span:
+        pushed = peer.push(request)
+        if span.recording:
+            _told_peer(span, peer, reasons_of(pushed.status), pushed.bytes_moved)
+        return pushed
+
+
+def _told(span: Span, namespace: PoolNamespace, salt: str, blocks: int, reasons: dict[str, int]) -> None:
+    span.set("group", namespace.group)
+    span.set("salt", salt_tag(salt))
+    span.set("blocks", blocks)
+    set_counts(span, "status", reasons)
+
+
+def _told_peer(span: Span, peer: Peer, reasons: dict[str, int], nbytes: int) -> None:
+    span.set("node", peer.endpoint.node_id)
+    span.set("transport", peer.transport)
+    span.set("blocks", sum(reasons.values()))
+    span.set("bytes", nbytes)
+    set_counts(span, "status", reasons)
