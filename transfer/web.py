@@ -6,6 +6,7 @@ dead thread, and port 0 has its real number at once.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -16,7 +17,9 @@ import uvicorn
 from kvstrata.proto.errors import ConfigError, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.identity import parse_address
+from kvstrata.transfer.security.tls import ServerTls
 from kvstrata.transfer.server import bind_advice
+from kvstrata.transfer.web_protocol import BoundedLoop, bounded_protocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,17 +40,20 @@ class WebServer:
     """Serves ``app`` on ``HOST:PORT``; ``address`` is the real one (port 0 picks a free port).
 
     Raises :class:`ConfigError` when it cannot bind. The application must not block its event loop: hand
-    slow work to a thread. Past ``requests_max`` connections or requests the answer is 503.
+    slow work to a thread. Past ``requests_max`` connections or requests the answer is 503. With ``tls``
+    nobody is served without it.
     """
 
-    def __init__(self, app: App, address: str, *, requests_max: int = CONCURRENT_REQUESTS_MAX) -> None:
+    def __init__(
+        self, app: App, address: str, *, requests_max: int = CONCURRENT_REQUESTS_MAX, tls: ServerTls | None = None
+    ) -> None:
         self._socket = _bound(address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=bounded_protocol(max(1, requests_max // 2)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -57,6 +63,8 @@ class WebServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.reloading_context()
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="kvstrata-http", daemon=True)
 
@@ -88,7 +96,8 @@ class WebServer:
 
     def _run(self) -> None:
         try:
-            self._server.run(sockets=[self._socket])
+            with asyncio.Runner(loop_factory=BoundedLoop) as runner:
+                runner.run(self._server.serve(sockets=[self._socket]))
         except Exception:  # uvicorn's own, not a request's: health must show that HTTP is gone
             log.error("http server failed", address=self.address, exc_info=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,25 +15,25 @@ from kvstrata.transfer.security.tokens import Holder, TokenFile
 _SCHEME: Final = "bearer "
 #: Why callers are refused, for metrics.
 REASONS: Final = ("no_token", "bad_token", "role", "tenant", "throttled")
-#: A tenant and a group; None: all of them.
-Touched = tuple[str | None, str | None]
 
 
-def _nothing(_: Any) -> Iterable[Touched]:
-    return ()
+def _nothing(_: Rights, __: Any) -> None:
+    return
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A call needs ``role``, and rights to the tenants and groups that ``touches`` finds in the request.
+    """A call needs ``role``, and rights to what ``touches`` finds named in the request, which else raises
+    :class:`ForbiddenSalt`.
 
-    ``or_role`` will do as well. ``may_reset``: so will a client whose token may reset.
+    ``role`` None: any will do. ``may_reset``: a client whose token may reset will do as well. ``open``: nothing has to
+    be shown, but what is shown has to be good.
     """
 
-    role: Role
-    or_role: Role | None = None
-    touches: Callable[[Any], Iterable[Touched]] = _nothing
+    role: Role | None
+    touches: Callable[[Rights, Any], None] = _nothing
     may_reset: bool = False
+    open: bool = False
 
 
 class Gate:
@@ -68,14 +68,14 @@ class Gate:
         try:
             if access is None:
                 raise Forbidden("nobody may call this while tokens are on")
-            if not (access.may_reset and holder.may_reset) and not (access.or_role and rights.has(access.or_role)):
+            if access.role is not None and not (access.may_reset and holder.may_reset):
                 rights.need(access.role)
         except Forbidden:
             self.count("role")
             raise
         try:
-            for salt, group in access.touches(request) if request is not None else ():
-                touch(rights, salt, group)
+            if request is not None:
+                access.touches(rights, request)
         except Forbidden:
             self.count("tenant")
             raise
@@ -91,10 +91,17 @@ class Gate:
             return dict(self._refused)
 
 
-def touch(rights: Rights, salt: str | None, group: str | None) -> None:
-    """Raises :class:`ForbiddenSalt`; for None unless all tenants, or all groups, may be touched."""
-    rights.touch_all(salts=salt is None, groups=group is None)
-    if salt is not None:
+def touch_salts(rights: Rights, salt: str | None) -> None:
+    """Raises :class:`ForbiddenSalt` unless this tenant, or for None every one, may be touched."""
+    if salt is None:
+        rights.touch_all(salts=True, groups=False)
+    else:
         rights.touch_salt(salt)
-    if group is not None:
+
+
+def touch_groups(rights: Rights, group: str | None) -> None:
+    """As :func:`touch_salts`, for a namespace group."""
+    if group is None:
+        rights.touch_all(salts=False, groups=True)
+    else:
         rights.touch_group(group)
