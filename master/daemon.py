@@ -19,13 +19,18 @@ from kvstrata.master.hub import Hub
 from kvstrata.master.leadership.campaign import Campaign
 from kvstrata.master.leadership.roll import Roll, announced
 from kvstrata.master.service import serve
+from kvstrata.master.status.document import StatusDocument
+from kvstrata.master.status.pages import routes
+from kvstrata.master.status.sampler import Sampler
 from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.master.stores.opening import open_store
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.admission import Admission
 from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.web import WebServer
 
@@ -79,13 +84,22 @@ class Master:
         self.loops = Loops()
         self._stops.append(lambda: self.loops.stop(STOP_S))
         channel = MasterChannel(self.hub, self.endpoints)
-        self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops)
+        self.key_file = KeyFile(config.security.ticket_keys) if config.security.ticket_keys is not None else None
+        self.admission = Admission(self.key_file)
+        self.server = ChannelServer(
+            channel.handlers(), channel.hello, lambda session: None, self.loops, self.admission
+        )
         self.server.refused_versions = self.hub.refused_versions
         self.views = Views(self.hub, self.server.sessions, self.loops)
+        if self.key_file is not None:
+            self.views.troubles.append(self._key_problems)
         grpc_server, self.endpoints.grpc = serve(self.hub, self.views, self.roll, config.grpc)
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
         self._stops.append(lambda: self.hub.close_sessions("the master stops"))
-        web = WebServer(application(self.hub, self.views, Tenants(self.hub, Content(self.hub))), config.http)
+        self.sampler = Sampler(self.hub, self.views, self.roll.masters)
+        self.status = StatusDocument(self.hub, self.views, self.sampler)
+        pages = routes(self.status, self.hub.events)
+        web = WebServer(application(self.hub, self.views, Tenants(self.hub, Content(self.hub)), pages), config.http)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
         self.hub.start(self.loops)
@@ -93,6 +107,11 @@ class Master:
         self.endpoints.channel = self.server.listen_tcp(config.listen)
         if store.shared:
             self._campaign(store)
+        self.sampler.start(self.loops)
+
+    def _key_problems(self) -> list[str]:
+        problem = self.key_file.problem() if self.key_file is not None else ""
+        return [problem] if problem else []
 
     def _campaign(self, store: StateStore) -> None:
         campaign = Campaign(self.hub, store, self._record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -88,8 +88,8 @@ def _plain(report: control.HealthReport) -> dict[str, object]:
     return body | {"problems": list(report.problems)} | maps
 
 
-def application(hub: Hub, views: Views, tenants: Tenants) -> Starlette:
-    """The ASGI application."""
+def application(hub: Hub, views: Views, tenants: Tenants, pages: Sequence[Route] = ()) -> Starlette:
+    """The ASGI application; ``pages`` are served beside what is here."""
     registry = hub.metrics.registry
     registry.register(_StateCollector(hub, views, tenants))
 
@@ -110,5 +110,6 @@ def application(hub: Hub, views: Views, tenants: Tenants) -> Starlette:
             Route("/healthz", healthz),
             Route("/readyz", readyz),
             *routes(tenants),
+            *pages,
         ]
     )

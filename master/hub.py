@@ -23,6 +23,8 @@ from kvstrata.master.outbox import NOBODY, Outbox, Stamp
 from kvstrata.master.reuse.lookup_log import LookupLog
 from kvstrata.master.reuse.what_if import WhatIf
 from kvstrata.master.state import MasterState
+from kvstrata.master.status.events import Events, Happening
+from kvstrata.master.status.wording import happening_of
 from kvstrata.master.stores.base import StateStore
 from kvstrata.proto.errors import NotLeader, Unavailable
 from kvstrata.proto.logs import get_logger
@@ -68,6 +70,8 @@ class Hub:
         #: Some node obeys a later leader.
         self.deposed: Callable[[], None] = lambda: None
         self.metrics = Metrics()
+        #: What happened lately, for people.
+        self.events = Events()
         #: Nodes and clients of versions that this master does not speak with.
         self.refused_versions = RefusedVersions()
         self._clock = clock
@@ -187,6 +191,11 @@ class Hub:
         for command in commands:
             if isinstance(command, m.Report):
                 log.info(command.event, **command.fields)
+                self.note(happening_of(command.event, command.fields))
+
+    def note(self, happening: Happening) -> None:
+        """Remember an event for operators. What the state reports is noted by itself."""
+        self.events.note(happening, time.time())
 
     # ------------------------------------------------------------------ orders to nodes
 

@@ -53,8 +53,19 @@ class Metrics:
             for reason in np.flatnonzero(counts).tolist():
                 self._misses[MissReason(reason)].inc(int(counts[reason]))
 
+    def counted(self) -> dict[str, int]:
+        """Of lookups since the start, for what is shown: blocks ``asked`` are the sum of ``hit`` and ``miss`` ones."""
+        numbers = {"lookups": _value(self._lookups), "asked": _value(self._asked)}
+        numbers.update({f"hit {tier.name.lower()}": _value(self._hits[tier]) for tier in Tier})
+        numbers.update({f"miss {reason.label}": _value(self._misses[reason]) for reason in COUNTED})
+        return numbers
+
     def placed(self, states: npt.NDArray[np.int64]) -> None:
         """Count one placement: blocks by :class:`PlaceState`."""
         for counter, count in zip(self._places, states.tolist(), strict=True):
             if count:
                 counter.inc(count)
+
+
+def _value(counter: Counter) -> int:
+    return int(next(sample.value for family in counter.collect() for sample in family.samples))
