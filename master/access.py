@@ -80,7 +80,7 @@ RPCS: Final[Mapping[str, Access]] = {
 
 #: By method and the first part of the path. One that is not here is not served.
 ROUTES: Final[HttpRules] = {
-    ("GET", "healthz"): Access(Role.READ, open=True),
+    ("GET", "healthz"): Access(None, open=True),
     ("GET", "readyz"): Access(None, open=True),
     ("GET", "metrics"): Access(Role.READ),
     ("GET", "quota"): Access(Role.READ),

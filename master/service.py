@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 
 from kvstrata.master import messages as m
+from kvstrata.master.access import RPCS
 from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import attach_of, events_of, message_of, stamped
@@ -27,6 +28,8 @@ from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import Busy, ConfigError, InvalidArgument, KVError, Refused, Retryable, VersionMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.security.grpc_security import Guard, server_credentials
+from kvstrata.transfer.security.opened import Security
 
 log = get_logger(__name__)
 
@@ -235,13 +238,22 @@ class _SyncStream:
             outbox.close(reason)
 
 
-def serve(hub: Hub, views: Views, roll: Roll, address: str) -> tuple[grpc.Server, str]:
+def serve(
+    hub: Hub, views: Views, roll: Roll, address: str, security: Security | None = None
+) -> tuple[grpc.Server, str]:
     """Start a server on ``HOST:PORT``; returns it and its real address. Raises :class:`ConfigError`."""
+    tls = security.tls if security is not None else None
+    gate = security.gate if security is not None else None
     pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kvstrata-grpc")
-    server = grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=THREADS_MAX)
+    guards: list[grpc.ServerInterceptor[Any, Any]] = [Guard(gate, RPCS)] if gate is not None else []
+    server = grpc.server(pool, interceptors=guards, options=_OPTIONS, maximum_concurrent_rpcs=THREADS_MAX)
     control_pb2_grpc.add_MasterServicer_to_server(MasterService(hub, views, roll), server)  # type: ignore[no-untyped-call]
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_insecure_port(address)
+            if tls is None
+            else server.add_secure_port(address, server_credentials(tls))
+        )
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen on {address} for gRPC ({error}): stop what listens there, or choose another port"

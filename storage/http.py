@@ -13,8 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvstrata.storage.access import ROUTES
 from kvstrata.storage.report import Device, NodeReport
 from kvstrata.storage.serving.rails import NodeRails
+from kvstrata.transfer.security.http_guard import HttpGuard, rights_in
+from kvstrata.transfer.security.metrics import security_metrics
+from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.web import WebServer
 
 _GAUGES = (
@@ -97,6 +101,8 @@ class NodeCollector(Collector):
         for loop, age in self._report.loops.ages_s().items():
             ages.add_metric([loop], age)
         yield ages
+        if self._report.security is not None:
+            yield from security_metrics("kvstrata_node", self._report.security)
         problems = len(self._report.problems())
         yield GaugeMetricFamily("kvstrata_node_problems", "what health complains of", value=problems)
 
@@ -194,9 +200,10 @@ def node_app(report: NodeReport) -> Starlette:
     def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    def healthz(_: Request) -> Response:
+    def healthz(request: Request) -> Response:
         health = report.health()
-        return JSONResponse(health, status_code=200 if health["healthy"] else 503)
+        told = health if rights_in(request).has(Role.READ) else {"healthy": health["healthy"]}
+        return JSONResponse(told, status_code=200 if health["healthy"] else 503)
 
     def readyz(_: Request) -> Response:
         # The node serves from before this port listens until after it closes; a leaving one takes no new blocks.
@@ -218,4 +225,8 @@ def node_app(report: NodeReport) -> Starlette:
 
 def serve_http(report: NodeReport, address: str) -> WebServer:
     """Bind now, so that a port in use is known at once; the caller starts it."""
-    return WebServer(node_app(report), address)
+    app = node_app(report)
+    security = report.security
+    if security is None:
+        return WebServer(app, address)
+    return WebServer(app if security.gate is None else HttpGuard(app, security.gate, ROUTES), address, tls=security.tls)

@@ -20,6 +20,7 @@ from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.versions import RefusedVersions
 
 
@@ -87,6 +88,8 @@ class NodeReport:
         #: One-sided transfers, and why there are none.
         self.rails: NodeRails | None = None
         self.no_rails = ""
+        #: Who is let in; None: everybody.
+        self.security: Security | None = None
         self._commands = commands
         self._wanted = WantedBook()
         self._state = state
@@ -140,6 +143,8 @@ class NodeReport:
         return {
             "healthy": not problems,
             "problems": problems,
+            "warnings": self.security.warnings() if self.security is not None else [],
+            "security": self.security.facts() if self.security is not None else {},
             "role": "node",
             "node_id": self.identity.node_id,
             "incarnation": self.identity.incarnation,

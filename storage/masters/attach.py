@@ -20,11 +20,13 @@ from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.masters.commands import Commands
 from kvstrata.storage.masters.copy_orders import CopyOrders
+from kvstrata.storage.masters.dialing import Dialing
 from kvstrata.storage.masters.outbox import ATTACH_S, Outbox
 from kvstrata.storage.masters.usage import Told
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.security.tickets import TicketSource
 
 log = get_logger(__name__)
 
@@ -67,7 +69,7 @@ class MasterLink:
     """One master, by its channel address.
 
     ``attach`` builds the attach message; it is given the host by which the master was reached. ``commands``
-    carries out what the master orders, ``copies`` what it orders of copies and drains.
+    carries out what the master orders, ``copies`` what it orders of copies and drains; ``dialing`` is how it is called.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class MasterLink:
         status: Callable[[Told], control.NodeStatus],
         acknowledged: Callable[[], None],
         copies: CopyOrders | None = None,
+        tickets: TicketSource | None = None,
+        dialing: Dialing | None = None,
     ) -> None:
         self.master = master
         self.attached = False
@@ -91,7 +95,8 @@ class MasterLink:
         self._status = status
         self._acknowledged = acknowledged
         self._copies = copies
-        self._identity = Identity.new("node")
+        self._dialing = dialing or Dialing()
+        self._identity = Identity.new("node", tickets=tickets)
         self._lost_at: float | None = None
         self._outbox: Outbox | None = None
         self._call: Any = None
@@ -164,7 +169,7 @@ class MasterLink:
     def _session(self) -> None:
         """Attach and stay attached until the stream ends."""
         target, host = self._find()
-        channel = grpc.insecure_channel(target, options=_OPTIONS)
+        channel = self._dialing.dial(self.master, target, _OPTIONS)
         outbox = Outbox(self._state, self._lock, self._attach(host), self._status)
         timer = threading.Timer(ATTACH_S, self._give_up, [outbox])
         timer.daemon = True

@@ -17,3 +17,4 @@ class SecurityFiles:
     tls_key: Path | None = None
     tls_ca: Path | None = None  #: whom this process believes, as a client and, with ``client_certs``, as a server
     client_certs: bool = False  #: nobody is served without a certificate of ``tls_ca``
+    plain_tokens: bool = False  #: tokens may leave this host without TLS: something else encrypts
