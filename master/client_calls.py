@@ -64,7 +64,7 @@ class ClientCalls:
         """
         began = time.perf_counter()
         check_salt(salt)
-        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
+        keys = fold(hashes, whole_hashes(hashes, opened.namespace.hash_bytes))
 
         def ask(state: MasterState, now: float) -> tuple[LookedUp, _Nodes, float]:
             questions, group = state.questions, opened.group.number
@@ -92,7 +92,7 @@ class ClientCalls:
         """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`Questions.place`,
         and :class:`NotLeader` when another master leads: its placement is the better one."""
         check_salt(salt)
-        keys = fold(hashes, _whole(hashes, opened.namespace.hash_bytes))
+        keys = fold(hashes, whole_hashes(hashes, opened.namespace.hash_bytes))
 
         def ask(state: MasterState, now: float) -> tuple[tuple[Placed, _Nodes, float], list[m.Command]]:
             group = opened.group.number
@@ -113,7 +113,7 @@ class ClientCalls:
         """A client did not get, or could not store, what it was told of."""
         opened = self.opened(report.handle)
         check_salt(report.salt)
-        _whole(report.hashes, opened.namespace.hash_bytes)
+        whole_hashes(report.hashes, opened.namespace.hash_bytes)
         self._hub.handle(report)
 
     def remove(self, opened: Opened, salt: str, hashes: bytes, deadline_s: float) -> Removed:
@@ -122,7 +122,7 @@ class ClientCalls:
         Raises :class:`Unavailable` when nodes are away and the store cannot remember the removal for them.
         """
         check_salt(salt)
-        _whole(hashes, opened.namespace.hash_bytes)
+        whole_hashes(hashes, opened.namespace.hash_bytes)
         deadline = time.monotonic() + min(deadline_s, REMOVE_DEADLINE_MAX_S)
         removal = self._hub.order(lambda state, now: state.remove(opened.namespace, salt, hashes, now), durable=False)
         unreached = self._hub.confirmations(removal.command, removal.awaited, deadline)
@@ -132,7 +132,7 @@ class ClientCalls:
         return Removed(removal.removed, unreached)
 
 
-def _whole(hashes: bytes, hash_bytes: int) -> int:
+def whole_hashes(hashes: bytes, hash_bytes: int) -> int:
     """``hash_bytes``, if ``hashes`` is a whole number of them within the bound."""
     if len(hashes) % hash_bytes:
         raise InvalidArgument(f"hashes are {len(hashes)} bytes: not a multiple of hash_bytes = {hash_bytes}")

@@ -14,6 +14,7 @@ from kvstrata.master.content.orphans import Orphans
 from kvstrata.master.content.removals import Removals
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.probing import Keys
+from kvstrata.master.index.pool_log import Blocks, NodeCleared, PoolLog
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Namespaces
@@ -45,6 +46,7 @@ class Intake:
         chronicle: Chronicle,
         counts: Counter[str],
         standing: Standing,
+        pool_log: PoolLog,
         emit: Callable[[m.Command], None],
     ) -> None:
         self._directory = directory
@@ -59,6 +61,7 @@ class Intake:
         self._chronicle = chronicle
         self._counts = counts
         self._standing = standing
+        self._pool_log = pool_log
         self._emit = emit
 
     def snapshot_part(self, event: m.SnapshotPart, now: float) -> None:
@@ -66,6 +69,8 @@ class Intake:
         node = self._membership.speaker(event.session, now)
         if node is not None and node.attachment is not None:
             locate = self._locator(node, now)
+            if event.first:
+                self._pool_log.append(NodeCleared(node.node_id))
             self._outcome(node, node.attachment.snapshot(event, self._directory, locate), now)
 
     def delta(self, event: m.DeltaBatch, now: float) -> None:
@@ -119,6 +124,10 @@ class Intake:
             table, keys = self._naming.where(part.namespace, part.salt, part.hashes)
             self._note_part(node, part, table, keys, now)
             self._replication.held(node, part, table, keys)
+            if self._pool_log.on:
+                self._pool_log.append(
+                    Blocks(_is_there(part), node.node_id, part.namespace, part.salt, part.tier, part.hashes)
+                )
             if _is_there(part):
                 # Else a block evicted soon after it was stored could not be stored again until the intent lapses.
                 self._placement.fulfilled(keys, self._naming.scope(table))

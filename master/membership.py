@@ -50,6 +50,8 @@ class Membership:
         self.attached: Callable[[Node], None] = lambda node: None
         #: Called when the nodes that may be routed to may have changed.
         self.rerouted: Callable[[], None] = lambda: None
+        #: Called when what a node was known to have is forgotten.
+        self.lost: Callable[[str], None] = lambda node_id: None
         #: Whether what a node said before is all there is to know, so that it may go on from there.
         self.resumable: Callable[[str], bool] = lambda node_id: True
         self._directory = directory
@@ -189,6 +191,7 @@ class Membership:
         """What is known of an attached node's inventory may be wrong: it answers no more until a snapshot is here."""
         assert node.attachment is not None
         node.attachment.release(self._directory)
+        self.lost(node.node_id)
         self._judge(node, now)
         self._reroute()
 
@@ -207,6 +210,7 @@ class Membership:
         assert node.attachment is not None
         attachment = node.attachment
         attachment.release(self._directory)
+        self.lost(node.node_id)
         self.nodes.unbind(node)
         node.pulse = node.usage = node.active_since = None
         self.quotas.unlinked(node.node_id, now)

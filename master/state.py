@@ -20,6 +20,7 @@ from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.table import fold
 from kvstrata.master.index.log import IndexLog
+from kvstrata.master.index.pool_log import NodeCleared, PoolLog, ScopeCleared
 from kvstrata.master.intake import Intake
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
@@ -84,9 +85,13 @@ class MasterState:
         #: The directory's changes, for those who follow it.
         self.index = IndexLog(self.directory, self.namespaces, lambda: self.membership.slot_facts)
         self.membership.rerouted = self.index.rerouted
+        #: What nodes say, for a publisher of KV events.
+        self.pool_log = PoolLog()
+        self.membership.lost = lambda node_id: self.pool_log.append(NodeCleared(node_id))
         self.clearing = Clearing(
             self.directory, self.namespaces, self.membership.nodes, self.tombstones, self.chronicle, self._emit
         )
+        self.clearing.cleared = lambda group, salt: self.pool_log.append(ScopeCleared(group, salt))
         self.membership.attached = self.clearing.attached
         self.membership.resumable = lambda node_id: not self.clearing.scopes.held(node_id)
         naming = self._naming = Naming(self.namespaces, self.clearing, self._emit)
@@ -117,6 +122,7 @@ class MasterState:
             self.chronicle,
             self.counts,
             self.standing,
+            self.pool_log,
             self._emit,
         )
         self.questions = Questions(
@@ -333,6 +339,7 @@ class MasterState:
         """Assert every invariant. O(all blocks)."""
         self.directory.check()
         self.index.check()
+        self.pool_log.check()
         self.namespaces.check()
         self.membership.check()
         self.placement.check()

@@ -43,6 +43,8 @@ class Clearing:
         emit: Callable[[m.Command], None],
     ) -> None:
         self.scopes = Scopes()
+        #: Called with a group's name ("": all) and a tenant (None: all) whose blocks are no more.
+        self.cleared: Callable[[str, str | None], None] = lambda group, salt: None
         self.drops = 0  #: grows with each drop of a tenant or namespace: intents of before are void
         self._directory = directory
         self._namespaces = namespaces
@@ -74,6 +76,7 @@ class Clearing:
         blocks = self._directory.drop_tables(_within(group, salt), MissReason.DROPPED, now)
         self.drops += 1
         self._emit(m.Cleared(None if group is None else group.number, salt))
+        self.cleared(name, salt)
         about = Scope(None if group is None else group.first, None, salt)
         self._chronicle.note(now, "dropped by an operator", "", about, reason=MissReason.DROPPED)
         scope = scopes_module.Scope(self._tombstones.take_number(), name, salt, erase)
@@ -89,6 +92,7 @@ class Clearing:
         blocks = self._directory.drop_tables(_within(before, None), MissReason.EPOCH, now, after.number)
         self._emit(m.SaveGroup(after.namespace(0), after.epoch))
         self._emit(m.Cleared(before.number, None))
+        self.cleared(name, None)
         what = f"weight epoch {after.epoch} began"
         self._chronicle.note(now, what, "", Scope(after.first), reason=MissReason.EPOCH)
         return after, blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.probing import Keys
@@ -47,18 +47,20 @@ class Entry(NamedTuple):
     nodes: Mapping[int, NodeFacts] | None = None
 
 
-class IndexLog:
-    """Part of the master's state: the directory's tap while it is read.
+class Bell(Protocol):
+    """Rung when there is something new, under the state's lock: a :class:`threading.Event` will do."""
 
-    ``sequence`` is the number of the last entry. ``woken`` is called after each; it must be quick.
-    """
+    def set(self) -> None: ...
+
+
+class IndexLog:
+    """Part of the master's state: the directory's tap while it is read. ``sequence`` numbers the last entry."""
 
     def __init__(
         self, directory: Directory, namespaces: Namespaces, nodes: Callable[[], Mapping[int, NodeFacts]]
     ) -> None:
-        self.woken: Callable[[], None] = lambda: None
         self.sequence = 0
-        self.readers = 0
+        self._bells: list[Bell] = []
         self._directory = directory
         self._namespaces = namespaces
         self._nodes = nodes
@@ -76,9 +78,13 @@ class IndexLog:
 
     # ------------------------------------------------------------------ readers
 
-    def join(self) -> None:
-        """A reader begins; the log is written from now on at the latest."""
-        self.readers += 1
+    @property
+    def readers(self) -> int:
+        return len(self._bells)
+
+    def join(self, bell: Bell) -> None:
+        """A reader begins, with a bell of its own; the log is written from now on at the latest."""
+        self._bells.append(bell)
         self._idle_since = None
         if not self.on:
             self.sequence += 1  # who has read all before may have missed something since
@@ -86,9 +92,9 @@ class IndexLog:
             self._directory.tap = self
             self._told = dict(self._nodes())
 
-    def leave(self, now: float) -> None:
-        self.readers -= 1
-        if not self.readers:
+    def leave(self, bell: Bell, now: float) -> None:
+        self._bells.remove(bell)
+        if not self._bells:
             self._idle_since = now
 
     def turn(self, now: float) -> None:
@@ -167,7 +173,8 @@ class IndexLog:
         if self._forgotten > 1024 and self._forgotten * 2 > len(self._entries):
             del self._entries[: self._forgotten]
             self._forgotten = 0
-        self.woken()
+        for bell in self._bells:
+            bell.set()
 
     def _restart(self) -> None:
         self._entries, self._first, self._forgotten, self._bytes = [], self.sequence + 1, 0, 0
@@ -176,8 +183,8 @@ class IndexLog:
         kept = self._entries[self._forgotten :]
         assert len(kept) == self.sequence + 1 - self._first
         assert self._bytes == sum(ENTRY_BYTES + len(entry.hashes) for entry in kept)
-        assert self._bytes <= LOG_BYTES_MAX + ENTRY_BYTES and self.readers >= 0
-        assert not self.readers or self.on
+        assert self._bytes <= LOG_BYTES_MAX
+        assert not self._bells or self.on
         assert not self.on or self._told == self._nodes()
 
 

@@ -30,7 +30,7 @@ KEPT_MAX: Final = 10_000
 KEPT_BYTES_MAX: Final = 64 << 20
 #: Messages that wait for one slow subscriber. Past it it misses some.
 SUBSCRIBER_MAX: Final = 1000
-POLL_S: Final = 0.5
+POLL_MS: Final = 500
 HEARTBEAT_MS: Final = 1000
 SILENCE_MS: Final = 5000
 #: The end of an answer on the replay socket.
@@ -81,9 +81,12 @@ class Publisher:
         self._context = zmq.Context()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
+        self._replays: zmq.Socket[bytes] | None = None
+        self.replay = ""
         try:
             self._socket, self.endpoint = self._listen(zmq.PUB, endpoint, SUBSCRIBER_MAX)
-            self._replays, self.replay = self._listen(zmq.ROUTER, replay, KEPT_MAX + 1) if replay else (None, "")
+            if replay:
+                self._replays, self.replay = self._listen(zmq.ROUTER, replay, KEPT_MAX + 1)
         except BaseException:
             self._context.destroy(linger=0)
             os.close(self._event)
@@ -115,6 +118,12 @@ class Publisher:
             self._waiting.append((topic.encode(), sequence, batch))
             os.eventfd_write(self._event, 1)
 
+    def skip(self, count: int) -> None:
+        """Something was lost before it came here: readers see a gap."""
+        with self._lock:
+            self._sequence += count
+            self.dropped += count
+
     def full(self) -> bool:
         """Whether the next batch may be dropped: who can wait should."""
         with self._lock:
@@ -134,7 +143,7 @@ class Publisher:
     # ------------------------------------------------------------------ the loop
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(POLL_S * 1000))
+        ready = dict(self._poller.poll(POLL_MS))
         if self._event in ready:
             os.eventfd_read(self._event)
         self._send()
