@@ -15,7 +15,7 @@ from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.plan import pieces_of
 from kvstrata.client.results import RemoveResult
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, KVError, ProtocolError, Unavailable
+from kvstrata.proto.errors import Busy, KVError, ProtocolError, Unauthenticated, Unavailable
 from kvstrata.proto.keys import HASHES_MAX
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
@@ -44,19 +44,32 @@ class Directory:
     def greet(self, deadline: float) -> None:
         """Say hello to the first master that answers before ``deadline``, so that this client is known.
 
-        Unreachable ones are left for later; raises the refusal of a master that answers.
+        Unreachable ones are left for later; raises the refusal of a master that answers, and
+        :class:`Unauthenticated` when none lets this client in, but one would not.
         """
+        refusal: Unauthenticated | None = None
         for master in self.masters:
-            with suppress(Unavailable, Busy):
-                master.greet(deadline)
-                return
+            try:
+                with suppress(Unavailable, Busy):
+                    master.greet(deadline)
+                    return
+            except Unauthenticated as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     def open(self, namespace: PoolNamespace, deadline: float) -> None:
         """Learn the namespace's weight epoch, if a master can be asked; raises its refusal. Nonsense is no answer."""
+        refusal: Unauthenticated | None = None
         for master in self.masters:
-            with suppress(Unavailable, Busy, ProtocolError):
-                master.process.handle(namespace, deadline)
-                return
+            try:
+                with suppress(Unavailable, Busy, ProtocolError):
+                    master.process.handle(namespace, deadline)
+                    return
+            except Unauthenticated as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     def lookup(
         self,

@@ -20,6 +20,8 @@ from kvstrata.proto.errors import (
     KVError,
     NotLeader,
     ProtocolError,
+    TicketExpired,
+    Unauthenticated,
     Unavailable,
 )
 from kvstrata.proto.keys import Namespace
@@ -114,6 +116,12 @@ class Master:
         self._greeted = greeted
         self._lock = threading.Lock()
         self._process = self._new()
+        self._opens_before = 0  #: breakers of processes that are gone
+
+    @property
+    def breaker_opens(self) -> int:
+        """Times that it was found silent or gone."""
+        return self._opens_before + self._process.channel.breaker.opened
 
     def _new(self) -> _Process:
         return _Process(self.address, self._identity, lambda hello: self._greeted(self, hello))
@@ -126,6 +134,7 @@ class Master:
     def _renew(self, old: _Process) -> _Process:
         with self._lock:
             if self._process is old:
+                self._opens_before += old.channel.breaker.opened
                 self._process = self._new()
                 old.channel.close()
             return self._process
@@ -229,7 +238,8 @@ class Masters:
     def any(self, call: Callable[[Master], R], good: Callable[[R], bool] = lambda _: True) -> R:
         """Ask the master that served last, then each other one, until an answer is ``good``; else the first answer.
 
-        Raises :class:`Unavailable` when none answers (:class:`Late` when time ran out), or a refusal.
+        Raises :class:`Unavailable` when none answers (:class:`Late` when time ran out), or a refusal:
+        :class:`Unauthenticated` when no other master let this client in.
         """
         problem: KVError | None = None
         poor: list[R] = []
@@ -240,8 +250,8 @@ class Masters:
                 if poor:
                     break
                 raise
-            except (Unavailable, NotLeader, ProtocolError) as error:
-                problem = error
+            except (Unavailable, NotLeader, ProtocolError, Unauthenticated, TicketExpired) as error:
+                problem = _worse(problem, error)
                 continue
             if good(answer):
                 self._serves(master, str(problem or "it knows more"))
@@ -249,6 +259,8 @@ class Masters:
             poor.append(answer)
         if poor:
             return poor[0]
+        if isinstance(problem, Unauthenticated):
+            raise problem
         raise Unavailable(f"no master answers: {problem}") from problem
 
     def leading(self, call: Callable[[Master], R]) -> R:
@@ -271,8 +283,8 @@ class Masters:
                 if named is not None:
                     waiting.insert(0, named)
                 continue
-            except (Unavailable, ProtocolError) as error:
-                problem = error
+            except (Unavailable, ProtocolError, Unauthenticated, TicketExpired) as error:
+                problem = _worse(problem, error)
                 continue
             except Closed as error:
                 if master in self:
@@ -281,6 +293,8 @@ class Masters:
                 continue
             self._leads(master)
             return answer
+        if isinstance(problem, Unauthenticated):
+            raise problem
         raise Unavailable(f"no master takes changes: {problem}") from problem
 
     def _in_turn(self) -> list[Master]:
@@ -325,6 +339,10 @@ class Masters:
             self._named = kept
         return named
 
+    def breaker_opens(self) -> int:
+        """Times that a master was found silent or gone."""
+        return sum(master.breaker_opens for master in self)
+
     def health(self) -> list[dict[str, object]]:
         """One dict a master: ``serving`` marks the one that is asked first, ``leads`` where changes go."""
         shown = [*self._configured, *(master for master in self._named if master is self._leader)]
@@ -335,6 +353,11 @@ class Masters:
     def close(self) -> None:
         for master in self:
             master.close()
+
+
+def _worse(known: KVError | None, error: KVError) -> KVError:
+    """Which of two problems to tell: that this client is not let in can be mended by whoever runs it."""
+    return known if isinstance(known, Unauthenticated) else error
 
 
 def leader_in(text: str) -> str:

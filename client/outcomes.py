@@ -9,11 +9,13 @@ from kvstrata.proto.errors import (
     Closed,
     Corrupt,
     FingerprintMismatch,
-    ForbiddenSalt,
+    Forbidden,
     InvalidArgument,
     KVError,
     LeaseExpired,
     QuotaExceeded,
+    TicketExpired,
+    Unauthenticated,
     Unavailable,
     VersionMismatch,
 )
@@ -24,7 +26,7 @@ from kvstrata.transfer.frames import Late
 log = get_logger(__name__)
 
 #: Raised to the caller: the call as it stands is wrong, or this client may not make it.
-WHOLE_CALL: Final = (ForbiddenSalt, FingerprintMismatch, VersionMismatch, InvalidArgument, Closed)
+WHOLE_CALL: Final = (Unauthenticated, Forbidden, FingerprintMismatch, VersionMismatch, InvalidArgument, Closed)
 
 _MEANING: Final[tuple[tuple[type[KVError], BlockStatus], ...]] = (
     (Late, BlockStatus.LATE),
@@ -32,6 +34,7 @@ _MEANING: Final[tuple[tuple[type[KVError], BlockStatus], ...]] = (
     (LeaseExpired, BlockStatus.LEASE_LOST),
     (Corrupt, BlockStatus.CORRUPT),
     (Unavailable, BlockStatus.NODE_LOST),
+    (TicketExpired, BlockStatus.NODE_LOST),
     (QuotaExceeded, BlockStatus.QUOTA),
 )
 

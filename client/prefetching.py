@@ -16,7 +16,7 @@ from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, by_node, positions_of
 from kvstrata.client.results import Lookup
 from kvstrata.client.transfers import Transfer
-from kvstrata.proto.errors import Closed, ForbiddenSalt, KVError, VersionMismatch
+from kvstrata.proto.errors import Closed, Forbidden, KVError, Unauthenticated, VersionMismatch
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Endpoint
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 _IN_FLIGHT: Final = int(BlockStatus.IN_FLIGHT)
 _NO_ROOM: Final = int(BlockStatus.NO_ROOM)
 #: Refusals of the whole call. A node of an earlier version knows no prefetch: that is none.
-_WHOLE_CALL: Final = (ForbiddenSalt, VersionMismatch, Closed)
+_WHOLE_CALL: Final = (Unauthenticated, Forbidden, VersionMismatch, Closed)
 #: Nodes are asked whether their reads have ended after the first pause, then after ever longer ones.
 PAUSE_S: Final = 0.002
 PAUSE_MAX_S: Final = 0.05

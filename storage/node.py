@@ -55,6 +55,9 @@ from kvstrata.storage.tiers.eraser import Eraser
 from kvstrata.storage.tiers.ssd_tier import SsdTier
 from kvstrata.transfer.identity import SOFTWARE, advertised, boot_id
 from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.security.admission import Admission
+from kvstrata.transfer.security.key_file import KeyFile
+from kvstrata.transfer.security.minted import node_tickets
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.sessions import Session
 
@@ -87,6 +90,10 @@ class StorageNode:
         self.identity = self.directory.identity
         self.lock = threading.Lock()
         self.loops = Loops()
+        keys_at = config.security.ticket_keys
+        self.key_file = KeyFile(keys_at) if keys_at is not None else None
+        self.tickets = node_tickets(self.key_file, self.identity.node_id) if self.key_file is not None else None
+        self.admission = Admission(self.key_file)
         self.channel = ""
         self._private: Path | None = None
         self._ends: list[Callable[[], None]] = [self.directory.close]
@@ -119,15 +126,15 @@ class StorageNode:
         self.ssd = self._ssd_tier(store) if store is not None else None
         self.pace = Pace(config.copy_bandwidth)
         moves = self.ssd.moves if self.ssd is not None else None
-        self.copier = Copier(self.state, self.lock, self.pace, moves, self._changed)
+        self.copier = Copier(self.state, self.lock, self.pace, moves, self._changed, tickets=self.tickets)
         self.drains = Drains(self.state, self.lock)
         self.commands = Commands(self.state, self.lock, policies, self._eraser(), keys)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
-        self.sidecar = Sidecar(self.identity, config.masters) if config.masters else None
+        self.sidecar = Sidecar(self.identity, config.masters, keys_at) if config.masters else None
         if self.sidecar is not None:
             self._ends.append(self.sidecar.stop)
-        self._watched: list[Callable[[], str]] = []
+        self._watched: list[Callable[[], str]] = [self.key_file.problem] if self.key_file is not None else []
         self.report = NodeReport(
             self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )
@@ -173,7 +180,7 @@ class StorageNode:
         )
         checks = self._checks()
         served = {**handlers.handlers(), **checks.handlers()}
-        self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops)
+        self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops, self.admission)
         self.server.refused_versions = self.report.refused_versions
         self._ends.append(lambda: self.loops.stop(STOP_S))
         if self.ssd is not None:
@@ -226,6 +233,7 @@ class StorageNode:
                 self.report.node_status,
                 self._acknowledged,
                 copies,
+                self.tickets,
             )
             self.links.append(link)
             self._watched.append(link.problem)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, Closed, Unavailable
+from kvstrata.proto.errors import Busy, Closed, TicketExpired, Unauthenticated, Unavailable
 from kvstrata.transfer.breaker import Breaker
 from kvstrata.transfer.connection import SILENCE_S, Connection
 from kvstrata.transfer.frames import Disconnected, Frame, Silent
@@ -31,6 +31,9 @@ class Channel:
     living peer. ``accept`` may refuse a peer by its hello (another incarnation). With
     ``self_probing`` a caller makes the probe that closes an open breaker; without it the owner must
     call :meth:`probe` now and then, and no caller ever waits for a dead peer.
+
+    A peer that does not take this side's ticket, or has not got the pool's keys, opens the breaker too. Calls raise
+    :class:`Unauthenticated` then, or with ``strangers_are_lost`` :class:`Unavailable`: it is one node of many.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Channel:
         silence_s: float = SILENCE_S,
         connections_max: int = CONNECTIONS_MAX,
         self_probing: bool = True,
+        strangers_are_lost: bool = False,
     ) -> None:
         self.addresses = tuple(addresses)
         self.identity = identity
@@ -51,6 +55,8 @@ class Channel:
         self.address = self.addresses[0]
         self._accept = accept
         self._self_probing = self_probing
+        self._strangers_are_lost = strangers_are_lost
+        self._refusal: Unauthenticated | None = None  #: why the breaker is open, where it is that
         self._connections_max = connections_max
         self._free: list[Connection] = []
         self._in_use = 0
@@ -70,6 +76,8 @@ class Channel:
         except (Disconnected, Silent) as error:
             self.failed(str(error))
             raise
+        except Unauthenticated as error:
+            raise self._unauthenticated(error) from error
         finally:
             self._checkin(connection)
 
@@ -98,6 +106,8 @@ class Channel:
         except (Disconnected, Silent) as error:
             self.failed(str(error))
             raise
+        except Unauthenticated as error:
+            raise self._unauthenticated(error) from error
         finally:
             self._checkin(connection)
 
@@ -112,23 +122,47 @@ class Channel:
         meanwhile: Callable[[], None] | None,
     ) -> Frame:
         try:
+            if connection.tickets is not None:
+                connection.refresh(deadline)
             return connection.call(kind, message, deadline, raw=raw, meanwhile=meanwhile)
         except Disconnected:
             if not reused:
                 raise
-        connection.stream.close()
-        self._replace(connection)
+            self._replace(connection)
+        except TicketExpired:
+            self._prove_anew(connection, deadline)
         return connection.call(kind, message, deadline, raw=raw, meanwhile=meanwhile)
+
+    @staticmethod
+    def _prove_anew(connection: Connection, deadline: float) -> None:
+        """Raises :class:`TicketExpired` when there is no other ticket than the one that has run out."""
+        assert connection.tickets is not None
+        old = connection.ticket
+        if old is not None:
+            connection.tickets.refused(old)
+        fresh = connection.tickets.current()
+        if fresh is old:
+            raise TicketExpired("the ticket has run out, and there is no fresh one yet")
+        connection.prove(fresh, deadline)
 
     # ------------------------------------------------------------------ health
 
     def failed(self, reason: str) -> None:
         """Open the breaker; idle connections are closed (they lead to the same peer)."""
+        self._refusal = None
         self.breaker.failed(time.monotonic(), reason)
         with self._lock:
             idle, self._free = self._free, []
         for connection in idle:
             connection.close()
+
+    def _unauthenticated(self, error: Unauthenticated) -> Unauthenticated | Unavailable:
+        """One of the two sides did not believe the other: what to raise."""
+        self.failed(str(error))
+        if self._strangers_are_lost:
+            return Unavailable(f"{self.address}: {error}")
+        self._refusal = error
+        return error
 
     def probe(self) -> bool:
         """If the breaker is open and a probe is due, try the peer on a new connection."""
@@ -138,6 +172,7 @@ class Channel:
             connection = self._open()
         except Exception as error:  # noqa: BLE001  any refusal keeps the breaker open, with its reason
             self.breaker.failed(time.monotonic(), str(error))
+            self._refusal = error if isinstance(error, Unauthenticated) and not self._strangers_are_lost else None
             return False
         self.breaker.succeeded()
         connection.close()
@@ -151,6 +186,8 @@ class Channel:
             self._refuse_use()
         breaker = self.breaker
         if breaker.open_since is not None and not (self._self_probing and breaker.due(time.monotonic())):
+            if (refusal := self._refusal) is not None:
+                raise Unauthenticated(str(refusal))
             raise Unavailable(f"{self.address}: {breaker.reason} (breaker open)")
         with self._lock:
             while self._in_use >= self._connections_max:
@@ -168,6 +205,8 @@ class Channel:
             self._give_back(None)
             if isinstance(error, Disconnected | Silent):
                 self.failed(str(error))
+            if isinstance(error, Unauthenticated):
+                raise self._unauthenticated(error) from error
             raise
         breaker.succeeded()
         return connection, False
@@ -209,9 +248,8 @@ class Channel:
 
     def _replace(self, connection: Connection) -> None:
         """Give a dead idle connection a fresh stream; its holder keeps the object."""
-        fresh = self._open()
-        connection.stream, connection.hello, connection.broken = fresh.stream, fresh.hello, False
-        connection._request = fresh._request
+        connection.stream.close()
+        connection.take_over(self._open())
 
     def _refuse_use(self) -> None:
         if self._pid != os.getpid():

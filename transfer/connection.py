@@ -1,4 +1,4 @@
-"""One connection of the framed channel, connecting side: hello, then one request at a time.
+"""One connection of the framed channel, connecting side: hello, the proof of a ticket, then one request at a time.
 
 The peer sends progress frames while it works, so silence for ``silence_s`` means that it is dead, stopped
 or cut off.
@@ -18,9 +18,10 @@ from google.protobuf.message import DecodeError, Message
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
-from kvstrata.proto.errors import ProtocolError, Unavailable, from_code
+from kvstrata.proto.errors import KVError, ProtocolError, TicketExpired, Unauthenticated, Unavailable, from_code
 from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
 from kvstrata.transfer.identity import Identity, parse_address
+from kvstrata.transfer.security.tickets import TicketSource, check_answer, prove
 
 #: A stopped or cut-off peer is to be a miss within 250 ms: what is not this wait is for threads to wake and to report.
 SILENCE_S: Final = 0.22
@@ -50,6 +51,9 @@ class Connection:
         self.silence_s = silence_s
         self.broken = False
         self.spins = (os.cpu_count() or 1) > 1 and not stream.passes_fds  # spinning reads take no descriptors
+        self.tickets: TicketSource | None = None  #: what is proved here; None where nothing is asked for
+        self.ticket: pb.Ticket | None = None  #: the one that was proved last
+        self.nonce = b""
         self._request = 0
         _open_connections.add(self)
 
@@ -62,11 +66,18 @@ class Connection:
         silence_s: float = SILENCE_S,
         connect_s: float = CONNECT_S,
         passes_fds: bool = False,
+        hello_only: bool = False,
     ) -> Connection:
-        """Connect and say hello, within ``connect_s`` + ``silence_s``.
+        """Connect, say hello, and prove the identity's ticket, within ``connect_s`` + 2 ``silence_s``.
 
-        Raises :class:`Unavailable`, or the peer's refusal (:class:`VersionMismatch`, ...).
+        ``hello_only``: the caller wants the answer to the hello and perhaps a ping; nothing is proved.
+
+        Raises :class:`Unavailable`, the peer's refusal (:class:`VersionMismatch`, ...), or :class:`Unauthenticated`:
+        the peer asks for a ticket and there is none, it does not take this one, or it has not got the ticket keys
+        itself. A side that has tickets talks to nobody who does not ask for one.
         """
+        tickets = identity.tickets if not hello_only else None
+        ticket = tickets.current() if tickets is not None else None  # without one there is no need to connect
         family, where = parse_address(address)
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -81,12 +92,66 @@ class Connection:
             raise Disconnected(f"cannot connect to {address}: {error.strerror or error}") from error
         connection = cls(stream, silence_s)
         try:
-            reply = connection.call(wire.Kind.HELLO, identity.hello().SerializeToString())
-            connection.hello = expect(pb.HelloOk, reply, wire.Kind.HELLO_OK)
+            hello = identity.hello()
+            reply = connection.call(wire.Kind.HELLO, hello.SerializeToString())
+            connection.hello, connection.nonce = expect(pb.HelloOk, reply, wire.Kind.HELLO_OK), hello.nonce
+            if not hello_only:
+                connection._authenticate(address, tickets, ticket)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _authenticate(self, address: str, tickets: TicketSource | None, ticket: pb.Ticket | None) -> None:
+        asked = bool(self.hello.challenge)
+        if ticket is None:
+            if asked:
+                raise Unauthenticated(
+                    f"{address} wants a ticket: give a token (Client(token=...), --token-file or KVSTRATA_TOKEN_FILE)"
+                )
+            return
+        if not asked:
+            raise Unauthenticated(
+                f"{address} asks for no ticket, and this side has one: is it one of the pool? Give it --ticket-keys"
+            )
+        self.tickets = tickets
+        self.prove(ticket)
+
+    def prove(self, ticket: pb.Ticket, deadline: float | None = None) -> None:
+        """Show that this side was given ``ticket``, and have the other one show that it has the ticket keys.
+
+        Raises :class:`Unauthenticated` or :class:`TicketExpired` when it is not taken, and as :meth:`call`.
+        """
+        assert self.tickets is not None
+        proof = prove(ticket, self.hello.challenge, self.nonce)
+        try:
+            frame = self.call(wire.Kind.PROVE, proof.SerializeToString(), deadline)
+            check_answer(ticket, self.hello.challenge, self.nonce, expect(pb.ProveOk, frame, wire.Kind.PROVE_OK))
+        except (Unauthenticated, TicketExpired) as error:
+            self.broken |= isinstance(error, Unauthenticated)
+            self.tickets.refused(ticket)
+            raise
+        self.ticket = ticket
+
+    def refresh(self, deadline: float | None = None) -> None:
+        """Prove a fresh ticket, if there is one: to be called before a request. Raises as :meth:`prove`.
+
+        While there is none the one that was proved stands, and the other side says how long.
+        """
+        if self.tickets is None:
+            return
+        try:
+            ticket = self.tickets.current()
+        except KVError:
+            return
+        if ticket is not self.ticket:
+            self.prove(ticket, deadline)
+
+    def take_over(self, fresh: Connection) -> None:
+        """Go on with another connection's stream, in place of one that has ended; its holder keeps this object."""
+        self.stream, self.hello, self.broken = fresh.stream, fresh.hello, False
+        self.tickets, self.ticket, self.nonce = fresh.tickets, fresh.ticket, fresh.nonce
+        self._request = fresh._request
 
     def call(
         self,

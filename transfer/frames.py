@@ -66,6 +66,8 @@ class FrameStream:
         self.fds: list[int] = []
         self.passes_fds = passes_fds
         self.raw_left = 0
+        self.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        self._hurried_until: float | None = None
         self._buffer = bytearray(READ_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = 0
@@ -80,6 +82,17 @@ class FrameStream:
         value = struct.pack("@ll", whole, max(1, int((silence_s - whole) * 1e6)))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def hurry(self, until: float, message_bytes_max: int) -> None:
+        """All that is read must have come by ``until`` (monotonic seconds), however it trickles, and is small."""
+        self._hurried_until = until
+        self.message_bytes_max = message_bytes_max
+
+    def at_ease(self, silence_s: float) -> None:
+        """The end of :meth:`hurry`."""
+        self._hurried_until = None
+        self.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        self.set_silence(silence_s)
 
     # ------------------------------------------------------------------ writing
 
@@ -158,6 +171,8 @@ class FrameStream:
             if deadline is None and within_s is not None and self._end - self._start < wire.HEADER_BYTES:
                 deadline = time.monotonic() + within_s
         header = wire.decode_header(self._buffer, self._start)
+        if header.message_bytes > self.message_bytes_max:
+            raise ProtocolError(f"message of {header.message_bytes} bytes: the bound here is {self.message_bytes_max}")
         self._start += wire.HEADER_BYTES
         if deadline is None and within_s is not None and self._end - self._start < header.message_bytes:
             deadline = time.monotonic() + within_s
@@ -276,6 +291,11 @@ class FrameStream:
         return count
 
     def _read(self, read: Callable[[], int], deadline: float | None) -> int:
+        if self._hurried_until is not None:
+            left = self._hurried_until - time.monotonic()
+            if left <= 0:
+                raise Late("it did not all come in time")
+            self.set_silence(left)
         try:
             count = read()
         except BlockingIOError as error:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, Unavailable
+from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, TicketExpired, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
@@ -36,7 +36,9 @@ class NodeLink:
 
     def __init__(self, endpoint: Endpoint, addresses: Sequence[str], identity: Identity) -> None:
         self.endpoint = endpoint
-        self.channel = Channel(addresses, identity, accept=self._same_incarnation, self_probing=False)
+        self.channel = Channel(
+            addresses, identity, accept=self._same_incarnation, self_probing=False, strangers_are_lost=True
+        )
         self._handles: dict[Namespace, int] = {}
         self._releases: deque[int] = deque()
 
@@ -168,7 +170,7 @@ def settle(status: StatusArray, error: KVError) -> None:
         code = BlockStatus.CORRUPT
     elif isinstance(error, Busy):
         code = BlockStatus.LATE
-    elif isinstance(error, Unavailable):
+    elif isinstance(error, Unavailable | TicketExpired):
         code = BlockStatus.NODE_LOST
     elif isinstance(error, Refused):
         raise error

@@ -18,26 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.errors import ConfigError, KVError, ProtocolError, Unavailable, VersionMismatch
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.frames import Frame, Silence
+from kvstrata.transfer.greeting import Greeter
 from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.loops import Loop, Loops
-from kvstrata.transfer.security.rights import ANY_PEER
+from kvstrata.transfer.security.admission import Admission
 from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, SessionBook
 from kvstrata.transfer.versions import RefusedVersions
 
 log = get_logger(__name__)
 
+#: Of those that have been let in.
 CONNECTIONS_MAX: Final = 2048
-HELLO_S: Final = 5.0
 #: A whole header and message must arrive within this, however slowly they trickle.
 FRAME_S: Final = 20.0
 PROGRESS_S: Final = 0.1
+#: Kinds that nobody waits for an answer to: one would be taken for that of another request.
+ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ Handler = Callable[[ServerConnection, Frame], "Reply | None"]
 class ChannelServer:
     """Serves one process's channel on TCP and, for nodes, a unix socket.
 
-    ``hello`` checks a newcomer and answers; ``ended`` is told, once, of each session's end.
+    ``hello`` answers a newcomer; ``ended`` is told, once, of each session's end. ``admission`` says who is let in and
+    to what; without one, everybody to everything.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class ChannelServer:
         hello: Callable[[Session], pb.HelloOk],
         ended: Callable[[Session], None],
         loops: Loops,
+        admission: Admission | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self._admission = admission if admission is not None else Admission()
+        self.counts: Counter[str] = self._admission.counts
         self.refused_versions = RefusedVersions()
         self.book = SessionBook(ended)
-        self._handlers = dict(handlers)
-        self._hello = hello
+        self._handlers = {**handlers, wire.Kind.PROVE: self._prove}
+        self._greeter = Greeter(hello, self.book, self._admission, lambda name: self.refused_versions.add(name))
         self._lock = threading.Lock()
         self._connections: set[ServerConnection] = set()
         self._listeners: list[socket.socket] = []
@@ -132,7 +136,7 @@ class ChannelServer:
                     time.sleep(0.05)  # out of descriptors: do not spin
                 continue
             with self._lock:
-                full = len(self._connections) >= CONNECTIONS_MAX
+                full = len(self._connections) - self._greeter.unproved >= CONNECTIONS_MAX
             if full:
                 self.counts["refused_connections"] += 1
                 sock.close()
@@ -152,7 +156,7 @@ class ChannelServer:
         try:
             if not local:
                 _keep_alive(sock)
-            self._greet(connection)
+            self._greeter.greet(connection)
             while not self._stopping:
                 self._serve_one(connection)
         except (Unavailable, Silence):
@@ -167,32 +171,14 @@ class ChannelServer:
             self._try_fail(connection, 0, error)
         except KVError as error:
             self.counts["refused_hellos"] += 1
+            self._admission.count(error)
+            log.warning("peer refused", reason=str(error), peer=connection.peer())
             self._try_fail(connection, 0, error)
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            self.book.leave(connection)
+            self._greeter.leave(connection)
             connection.stream.close()
-
-    def _greet(self, connection: ServerConnection) -> None:
-        deadline = time.monotonic() + HELLO_S
-        frame = connection.stream.receive(deadline)
-        if frame.kind != wire.Kind.HELLO:
-            raise ProtocolError("the first frame must be a hello")
-        hello = _decode(pb.Hello, frame)
-        if hello.protocol < wire.PROTOCOL_MIN or hello.protocol_min > wire.PROTOCOL:
-            self.refused_versions.add(hello.software)
-            raise VersionMismatch(
-                f"{hello.software or 'the client'} speaks protocol {hello.protocol_min} to {hello.protocol}, "
-                f"this side {wire.PROTOCOL_MIN} to {wire.PROTOCOL}: upgrade the older one"
-            )
-        if len(hello.session) != 16:
-            raise ProtocolError("a session id has 16 bytes")
-        if hello.role == "node":
-            connection.rights = ANY_PEER
-        answer = self._hello(self.book.join(connection, hello))
-        answer.protocol = min(hello.protocol, wire.PROTOCOL)
-        connection.stream.send(wire.Kind.HELLO_OK, frame.request, answer.SerializeToString())
 
     def _serve_one(self, connection: ServerConnection) -> None:
         frame = self._next_frame(connection)
@@ -204,6 +190,7 @@ class ChannelServer:
             handler = self._handlers.get(frame.kind)
             if handler is None:
                 raise ProtocolError(f"frame kind {frame.kind} has no meaning here")
+            self._admit(connection, frame.kind)
             reply = handler(connection, frame)
             if connection.stream.raw_left:
                 connection.stream.skip_raw(time.monotonic() + STALL_S)
@@ -213,6 +200,7 @@ class ChannelServer:
         except (ProtocolError, Unavailable, Silence):
             raise
         except KVError as error:
+            self._admission.count(error)
             self._fail(connection, frame, error)
         except Exception as error:
             self.counts["handler_errors"] += 1
@@ -223,6 +211,13 @@ class ChannelServer:
             connection.stream.close_fds()  # descriptors that no handler asked for
             if reply is not None and reply.after is not None:
                 reply.after()
+
+    def _admit(self, connection: ServerConnection, kind: int) -> None:
+        assert connection.account is not None and connection.busy_since is not None
+        self._admission.admit(connection.rights, connection.account, kind, connection.busy_since)
+
+    def _prove(self, connection: ServerConnection, frame: Frame) -> Reply:
+        return Reply(wire.Kind.PROVE_OK, self._greeter.renew(connection, frame.message))
 
     def _next_frame(self, connection: ServerConnection) -> Frame:
         """Wait, however long, for a frame to begin; once begun it must come in time."""
@@ -238,6 +233,9 @@ class ChannelServer:
         connection.busy_since = None
         if connection.stream.raw_left:
             connection.stream.skip_raw(time.monotonic() + STALL_S)
+        if frame.kind in ONE_WAY:
+            log.warning("a message was refused", kind=frame.kind, reason=str(error), client=connection.owner.hello.name)
+            return
         message = pb.Failure(code=type(error).__name__, message=str(error)).SerializeToString()
         connection.stream.send(wire.Kind.FAILURE, frame.request, message)
 
@@ -273,13 +271,6 @@ class ChannelServer:
                 connection.stream.sock.shutdown(socket.SHUT_RDWR)
         for path in self._unix_paths:
             path.unlink(missing_ok=True)
-
-
-def _decode(message: type[pb.Hello], frame: Frame) -> pb.Hello:
-    try:
-        return message.FromString(frame.message)
-    except DecodeError as error:
-        raise ProtocolError("a hello that does not decode") from error
 
 
 def _keep_alive(sock: socket.socket) -> None:

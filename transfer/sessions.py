@@ -19,8 +19,9 @@ from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
-from kvstrata.proto.errors import Unavailable
+from kvstrata.proto.errors import Unauthenticated, Unavailable
 from kvstrata.transfer.frames import FrameStream, Silence
+from kvstrata.transfer.security.rates import Account
 from kvstrata.transfer.security.rights import EVERYTHING, Rights
 
 #: No progress within a frame, or no reader for an answer, for this long ends a connection.
@@ -35,6 +36,7 @@ class Session:
 
     key: bytes
     hello: pb.Hello
+    subject: str = ""  #: whose tickets its connections prove; "" where tickets are off
     pid: int = 0  #: as the kernel says (unix sockets), 0 when unknown
     pidfd: int = -1
     opened_at: float = field(default_factory=time.monotonic)
@@ -62,12 +64,23 @@ class ServerConnection:
         self.session: Session | None = None
         #: What the peer may do: all, where tickets are off.
         self.rights: Rights = EVERYTHING
+        self.client: str | bytes = b""  #: whom it is of: a ticket's subject, or a session
+        self.account: Account | None = None  #: what that one has here, once it has been let in
+        self.challenge = b""  #: what its tickets are proved against; empty where they are off
+        self.nonce = b""
 
     @property
     def owner(self) -> Session:
         """The session; handlers run after the hello only."""
         assert self.session is not None
         return self.session
+
+    def peer(self) -> str:
+        """The host that it comes from, for logs; "" when it is this one's unix socket, or gone."""
+        with contextlib.suppress(OSError):
+            name = self.stream.sock.getpeername()
+            return str(name[0]) if isinstance(name, tuple) else ""
+        return ""
 
     def receive_raw(
         self,
@@ -96,13 +109,20 @@ class SessionBook:
         self._deaths = select.epoll()
         self._watched: dict[int, Session] = {}
 
-    def join(self, connection: ServerConnection, hello: pb.Hello) -> Session:
-        """Enter a connection that has said hello."""
+    def join(self, connection: ServerConnection, hello: pb.Hello, subject: str = "") -> Session:
+        """Enter a connection that has said hello, and has proved a ticket of ``subject`` where tickets are on.
+
+        Raises :class:`Unauthenticated` when the session is another one's: who guesses its id gains nothing by it.
+        """
         pid, pidfd = _peer_process(connection) if connection.local else (0, -1)
         with self._lock:
             session = self.sessions.get(hello.session)
             if session is None:
-                session = self.sessions[hello.session] = Session(hello.session, hello)
+                session = self.sessions[hello.session] = Session(hello.session, hello, subject)
+            elif session.subject != subject:
+                if pidfd >= 0:
+                    os.close(pidfd)
+                raise Unauthenticated("the ticket is not good here")
             session.connections.add(connection)
             connection.session = session
             watch = pidfd >= 0 and session.pidfd < 0

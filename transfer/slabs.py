@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import ProtocolError
+from kvstrata.proto.errors import ProtocolError, Unauthenticated
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.frames import FDS_MAX, Disconnected
@@ -113,11 +113,15 @@ class SlabMap:
     def _connected(self) -> Connection:
         connection = self._connection
         if connection is None or connection.broken:
-            connection = Connection.open(self._address, self._identity, passes_fds=True)
+            try:
+                connection = Connection.open(self._address, self._identity, passes_fds=True)
+            except Unauthenticated as error:  # one node of many: it is lost, and others are not
+                raise Disconnected(str(error)) from error
             if connection.hello.incarnation != self._incarnation:
                 connection.close()
                 raise Disconnected(f"node {connection.hello.node_id} was restarted")
             self._connection = connection
+        connection.refresh(time.monotonic() + MAP_S)
         return connection
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ GREET_S: Final = 1.0
 def greet(address: str, role: str = "client") -> pb.HelloOk:
     """Raises :class:`Unavailable`, :class:`InvalidArgument` when it is no master."""
     try:
-        connection = Connection.open(address, Identity.new(role), connect_s=GREET_S, silence_s=GREET_S)
+        identity = Identity.new(role)
+        connection = Connection.open(address, identity, connect_s=GREET_S, silence_s=GREET_S, hello_only=True)
     except Unavailable as error:
         raise Unavailable(f"no master at {address}: {error}. Is it running, and is this its channel?") from error
     connection.close()

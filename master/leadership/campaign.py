@@ -38,7 +38,7 @@ RESIGN_S: Final = 2.0
 def answers(address: str) -> bool:
     """Whether a master answers at this channel address, within about ``PROBE_S``."""
     try:
-        Connection.open(address, Identity.new("master"), connect_s=PROBE_S, silence_s=PROBE_S).close()
+        Connection.open(address, Identity.new("master"), connect_s=PROBE_S, silence_s=PROBE_S, hello_only=True).close()
     except KVError:
         return False
     return True

@@ -35,6 +35,7 @@ from kvstrata.transfer.frames import Late
 from kvstrata.transfer.identity import UNIX_PREFIX, Identity, boot_id
 from kvstrata.transfer.link import NodeLink
 from kvstrata.transfer.loops import Loop, Loops
+from kvstrata.transfer.security.tickets import TicketSource
 
 log = get_logger(__name__)
 
@@ -65,7 +66,8 @@ _digest = xxhash.xxh3_64_intdigest
 
 
 class Copier:
-    """Over one node's state and its lock; ``changed`` is called when something became visible.
+    """Over one node's state and its lock; ``changed`` is called when something became visible, ``tickets`` are what
+    other nodes ask for.
 
     Methods may be called by any thread that does not hold the lock.
     """
@@ -78,6 +80,7 @@ class Copier:
         moves: TierMoves | None = None,
         changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        tickets: TicketSource | None = None,
     ) -> None:
         self.intake = CopyIntake(state, moves)
         #: Called with the bytes of each block that has arrived, before they are verified: for tests.
@@ -88,7 +91,7 @@ class Copier:
         self._pace = pace
         self._changed = changed
         self._clock = clock
-        self._identity = Identity.new("node")
+        self._identity = Identity.new("node", tickets=tickets)
         self._boot_id = boot_id()
         self._arrived = threading.Condition()
         self._links: OrderedDict[Endpoint, NodeLink] = OrderedDict()

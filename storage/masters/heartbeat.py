@@ -5,7 +5,8 @@ pipe. So a node whose interpreter is held up, or whose disk hangs, stays known t
 of its progress beside it; and when the node dies, the pipe ends and the masters hear of it at once.
 
 Run as ``python -m kvstrata.storage.masters.heartbeat PAGE_FD PARENT_PID`` with one JSON line on stdin:
-``{"node_id", "incarnation", "masters"}``. A line ``quit`` ends it quietly. Imports are kept light.
+``{"node_id", "incarnation", "masters", "ticket_keys"}``, the last one the path of the ticket keys or null. A line
+``quit`` ends it quietly. Imports are kept light.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
@@ -29,6 +31,9 @@ from kvstrata.proto.errors import KVError
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
+from kvstrata.transfer.security.key_file import KeyFile
+from kvstrata.transfer.security.minted import node_tickets
+from kvstrata.transfer.security.tickets import TicketSource
 
 PERIOD_S: Final = 1.0
 ANSWER_S: Final = 1.0
@@ -46,22 +51,26 @@ class Task:
     node_id: str
     incarnation: int
     masters: tuple[str, ...]
+    ticket_keys: Path | None = None
 
     @classmethod
     def parse(cls, line: str) -> Task:
         fields = json.loads(line)
-        return cls(fields["node_id"], fields["incarnation"], tuple(fields["masters"]))
+        keys = fields.get("ticket_keys")
+        return cls(fields["node_id"], fields["incarnation"], tuple(fields["masters"]), Path(keys) if keys else None)
 
 
 class Beater:
     """Beats to one master, on a thread of its own: a master that hangs holds up no other."""
 
-    def __init__(self, task: Task, master: str, page: mmap.mmap, dying: threading.Event) -> None:
+    def __init__(
+        self, task: Task, master: str, page: mmap.mmap, dying: threading.Event, tickets: TicketSource | None = None
+    ) -> None:
         self._task = task
         self._master = master
         self._page = page
         self._dying = dying
-        self._identity = Identity.new("heartbeat", task.node_id)
+        self._identity = Identity.new("heartbeat", task.node_id, tickets)
         self._connection: Connection | None = None
         self.thread = threading.Thread(target=self._run, name=f"beat-{master}", daemon=True)
 
@@ -78,6 +87,7 @@ class Beater:
         try:
             if self._connection is None or self._connection.broken:
                 self._connection = Connection.open(self._master, self._identity, silence_s=ANSWER_S)
+            self._connection.refresh(time.monotonic() + ANSWER_S)
             beat = pb.Heartbeat(
                 node_id=self._task.node_id,
                 incarnation=self._task.incarnation,
@@ -103,7 +113,8 @@ def main(page_fd: int, parent: int) -> None:
     task = Task.parse(orders.readline().decode())
     page = mmap.mmap(page_fd, PAGE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     dying = threading.Event()
-    beaters = [Beater(task, master, page, dying) for master in task.masters]
+    tickets = node_tickets(KeyFile(task.ticket_keys), task.node_id) if task.ticket_keys is not None else None
+    beaters = [Beater(task, master, page, dying, tickets) for master in task.masters]
     for beater in beaters:
         beater.thread.start()
     if _told_to_quit(orders, signals, parent):

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.logs import get_logger
@@ -22,11 +23,18 @@ _MONOTONIC_NS: Final = struct.Struct("<Q")
 
 
 class Sidecar:
-    """One heartbeat process for all masters. :meth:`progress` is cheap; :meth:`tend` is for a loop."""
+    """One heartbeat process for all masters. :meth:`progress` is cheap; :meth:`tend` is for a loop.
 
-    def __init__(self, identity: NodeIdentity, masters: tuple[str, ...]) -> None:
+    It is told where the ticket keys are, never what they are."""
+
+    def __init__(self, identity: NodeIdentity, masters: tuple[str, ...], ticket_keys: Path | None = None) -> None:
         self.restarts = 0
-        self._task = {"node_id": identity.node_id, "incarnation": identity.incarnation, "masters": list(masters)}
+        self._task = {
+            "node_id": identity.node_id,
+            "incarnation": identity.incarnation,
+            "masters": list(masters),
+            "ticket_keys": str(ticket_keys.absolute()) if ticket_keys is not None else None,
+        }
         self._fd = os.memfd_create("kvstrata-progress", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE_BYTES)
         self._page = mmap.mmap(self._fd, PAGE_BYTES)

@@ -43,9 +43,11 @@ _KEY_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class TicketSource(Protocol):
     """Where a connecting side has its ticket from. ``current`` is cheap, is asked before each call, and returns the
     same object while the ticket is the same; it raises :class:`Unauthenticated` or :class:`Unavailable` when there is
-    none."""
+    none. ``refused`` tells it that somebody did not take a ticket of its: it sees to a fresh one, in its own time."""
 
     def current(self) -> pb.Ticket: ...
+
+    def refused(self, ticket: pb.Ticket) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)

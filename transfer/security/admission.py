@@ -1,0 +1,142 @@
+"""Who is let in on the channel, and to what: tickets, the role that each kind of frame needs, bounds a client.
+
+Without ticket keys everybody is let in to everything, and only the bounds hold.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import Busy, Forbidden, KVError, TicketExpired, Unauthenticated
+from kvstrata.proto.wire import Kind
+from kvstrata.transfer.security.key_file import KeyFile
+from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
+from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.security.tickets import CHALLENGE_BYTES, expired, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """``roles``: one of them will do; none: whoever has proved a ticket. What ``begins`` nothing is let through when
+    the ticket has run out, or too much was asked: it ends, or goes on with, what was begun under a good one."""
+
+    roles: tuple[Role, ...]
+    begins: bool = True
+
+
+_CLIENT: Final = Need((Role.CLIENT,))
+_GOES_ON: Final = Need((Role.CLIENT,), begins=False)
+
+#: What a frame of each kind needs. A kind that is not here is refused.
+NEEDS: Final[Mapping[int, Need]] = {
+    Kind.PING: Need((), begins=False),
+    Kind.PROVE: Need((), begins=False),
+    Kind.OPEN_NAMESPACE: _CLIENT,
+    Kind.LOOKUP: _CLIENT,
+    Kind.PLACE: _CLIENT,
+    Kind.MISS_REPORT: _CLIENT,
+    Kind.REMOVE: _CLIENT,
+    Kind.HEARTBEAT: Need((Role.NODE,)),
+    Kind.ACQUIRE: _CLIENT,
+    Kind.RELEASE: _GOES_ON,
+    Kind.RENEW: _GOES_ON,
+    Kind.MAP_SLABS: _CLIENT,
+    Kind.REGISTER_REGION: _CLIENT,
+    Kind.UNREGISTER_REGION: _GOES_ON,
+    Kind.RESERVE: _CLIENT,
+    Kind.WRITE: _GOES_ON,
+    Kind.PULL: _CLIENT,
+    Kind.COMMIT: _GOES_ON,
+    Kind.ABORT: _GOES_ON,
+    Kind.HINT: _CLIENT,
+    Kind.OPEN_RAILS: _CLIENT,
+    Kind.TEST_RAIL: _CLIENT,
+    Kind.NODE_INFO: Need((Role.READ, Role.CLIENT)),
+    Kind.NODE_CHECK: Need((Role.OPERATE, Role.NODE)),
+}
+
+
+class Admission:
+    """Of one process. ``key_file`` None: tickets are off. ``counts`` get ``unauthenticated``, ``expired``,
+    ``forbidden`` and ``throttled``. ``clock`` gives Unix seconds. Thread-safe."""
+
+    def __init__(
+        self, key_file: KeyFile | None = None, bounds: Bounds = USUAL, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bounds = bounds
+        self._key_file = key_file
+        self._clock = clock
+        self._accounts = AccountBook(bounds)
+        self._lock = threading.Lock()
+
+    @property
+    def asks(self) -> bool:
+        """Whether whoever connects has to prove a ticket."""
+        return self._key_file is not None
+
+    @staticmethod
+    def challenge() -> bytes:
+        return os.urandom(CHALLENGE_BYTES)
+
+    def prove(self, message: bytes, challenge: bytes, nonce: bytes) -> tuple[Rights, pb.ProveOk]:
+        """What a PROVE frame's ticket allows, and the answer. Raises as :func:`verify`."""
+        assert self._key_file is not None
+        try:
+            proof = pb.Prove.FromString(message)
+        except DecodeError as error:
+            raise Unauthenticated("a proof that does not decode") from error
+        return verify(self._key_file.keys(), proof, challenge, nonce, self._clock())
+
+    def admit(self, rights: Rights, account: Account, kind: int, now: float) -> None:
+        """Whether a frame of this kind may be handled at ``now`` (monotonic seconds).
+
+        Raises :class:`Forbidden`, :class:`TicketExpired`, or :class:`Busy`.
+        """
+        if self._key_file is not None:
+            self._check(rights, kind)
+        if not account.take(now) and NEEDS[kind].begins:
+            self.counts["throttled"] += 1
+            raise Busy(f"more than {self.bounds.requests_s:.0f} requests a second of one client: slow down")
+
+    def _check(self, rights: Rights, kind: int) -> None:
+        need = NEEDS.get(kind)
+        if need is None or (need.roles and not any(rights.has(role) for role in need.roles)):
+            roles = " or ".join(need.roles) if need is not None else "of nobody"
+            raise Forbidden(f"this needs the role {roles}, and {rights.subject} has {rights.role}")
+        if need.begins and rights.expires is not None and expired(rights.expires, self._clock()):
+            raise TicketExpired("the ticket has run out: prove a fresh one")
+
+    def count(self, error: KVError) -> None:
+        """Count a refusal, if it is one."""
+        if isinstance(error, Unauthenticated):
+            self.counts["unauthenticated"] += 1
+        elif isinstance(error, TicketExpired):
+            self.counts["expired"] += 1
+        elif isinstance(error, Forbidden):
+            self.counts["forbidden"] += 1
+
+    # ------------------------------------------------------------------ connections a client
+
+    def enter(self, who: str | bytes, now: float) -> Account:
+        """One more connection of a client. Raises :class:`Busy` at its bound."""
+        with self._lock:
+            return self._accounts.enter(who, now)
+
+    def leave(self, who: str | bytes) -> None:
+        with self._lock:
+            self._accounts.leave(who)
+
+    def check(self) -> None:
+        """Assert what holds for the accounts."""
+        with self._lock:
+            self._accounts.check()
