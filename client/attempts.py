@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstrata.client import traced
+from kvstrata.client import moving
 from kvstrata.client.asked import Asked
+from kvstrata.client.counters import Counters
 from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.client.outcomes import WHOLE_CALL
 from kvstrata.client.plan import Where
@@ -18,14 +19,16 @@ from kvstrata.transfer.base import Fetch, Fetched, Peer, Verify
 from kvstrata.transfer.regions import BlockView
 
 
-def copying(asked: Asked, blocks: BlockView, verify: Verify, ranges: LandedRanges | None = None) -> Attempt:
+def copying(
+    asked: Asked, blocks: BlockView, verify: Verify, counters: Counters, ranges: LandedRanges | None = None
+) -> Attempt:
     """Block i of the call into row i of ``blocks``; ``ranges`` hears of byte ranges as they come."""
     namespace, salt = asked.namespace, asked.salt
 
     def fetch(peer: Peer, where: Where | None, hashes: bytes) -> Fetched:
         into = blocks if where is None else blocks[where]
         request = Fetch(namespace, salt, hashes, into, asked.attempt_deadline, verify, namespace.epoch)
-        return traced.fetch(peer, request) if ranges is None else ranges.fetch(peer, request, where)
+        return moving.fetch(peer, request, counters) if ranges is None else ranges.fetch(peer, request, where, counters)
 
     return fetch
 

@@ -39,6 +39,7 @@ from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
 from kvstrata.client.memory import RegisteredMemory
+from kvstrata.client.metrics import OPEN, ClientCollector, Metered
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, refused_late
 from kvstrata.client.peers import Peers
@@ -48,6 +49,7 @@ from kvstrata.client.reading import Reader
 from kvstrata.client.results import NO_TIER, LoadResult, Lookup, Mask, RemoveResult, StoreResult, reasons_of
 from kvstrata.client.security.credentials import Credentials
 from kvstrata.client.security.fetched import FetchedTickets
+from kvstrata.client.traced import told_load, told_store
 from kvstrata.client.transfers import Transfer, Transfers
 from kvstrata.client.view import View
 from kvstrata.client.writing import Offered, Writer
@@ -59,6 +61,8 @@ from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.loops import Loop
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.select import TransportChoice
+from kvstrata.transfer.traces import join_host
+from kvstrata.transfer.tracing import TRACING
 
 #: The constructor and ``namespace`` wait no longer than this for a master that does not answer.
 GREET_S: Final = CONNECT_S + SILENCE_S
@@ -104,6 +108,7 @@ class Client:
         insecure: bool = False,
     ) -> None:
         addresses = parse_masters(masters)
+        join_host()
         if verify not in get_args(Verify):
             raise InvalidArgument(f"verify is {verify!r}: choose one of {', '.join(get_args(Verify))}")
         if not 0 < transfer_deadline_ms <= DEADLINE_MS_MAX:
@@ -124,7 +129,7 @@ class Client:
         self._fanout = Fanout()
         self._looker = Looker(self._directory, self._peers, self._recent, self._counters)
         self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
-        self._writer = Writer(self._directory, self._peers, self._recent, self._fanout)
+        self._writer = Writer(self._directory, self._peers, self._recent, self._fanout, self._counters)
         self._prefetcher = Prefetcher(self._looker, self._peers, self._fanout)
         self._hinter = Hinter(self._looker, self._recent, self._peers, self._fanout)
         self._transfers = Transfers()
@@ -132,6 +137,8 @@ class Client:
         parts: tuple[_Part, ...] = (self._transfers, self._fanout, self._peers, self._directory, self._choice)
         parts += (self._memory,) if self._tickets is None else (self._memory, self._tickets)
         self._greet(parts)
+        self._metered = Metered(identity.name, self._counters, self._directory, self._peers, self._tickets)
+        OPEN.add(self._metered)
         self._keeper = start_keeper(self._directory, self._peers)
         # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
         self._end = weakref.finalize(self, _end, self._pid, self._keeper, parts)
@@ -308,12 +315,29 @@ class Client:
         started: float,
         ranges: LandedRanges | None = None,
     ) -> LoadResult:
-        count = len(blocks)
-        if not count:
+        if not len(blocks):
             return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
-        asked = self._asked(namespace, salt, packed, count, blocks.pieces, started)
-        attempt = copying(asked, blocks, self._verify, ranges)
+        with TRACING.span("kvstrata.load") as span:
+            result = self._read(namespace, salt, packed, blocks, started, ranges)
+            if span.recording:
+                told_load(span, namespace, salt, result)
+        self._counters.add("load", result.reasons, result.bytes_moved)
+        self._counters.found("load", result.tiers.tobytes())
+        self._counters.timings.add("load", result.seconds, span.trace_id)
+        return result
+
+    def _read(
+        self,
+        namespace: PoolNamespace,
+        salt: str,
+        packed: bytes,
+        blocks: BlockView,
+        started: float,
+        ranges: LandedRanges | None,
+    ) -> LoadResult:
+        asked = self._asked(namespace, salt, packed, len(blocks), blocks.pieces, started)
+        attempt = copying(asked, blocks, self._verify, self._counters, ranges)
         fetched = self._reader.read(asked, attempt, None if ranges is None else ranges.over)
         if ranges is not None:
             ranges.finish(fetched.status)
@@ -322,9 +346,7 @@ class Client:
                     raise ranges.problem
                 refused_late("load", ranges.problem)
         seconds = time.monotonic() - started
-        result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
-        self._counters.add("load", result.reasons, fetched.bytes_moved)
-        return result
+        return LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
 
     @contextmanager
     def view(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Iterator[View]:
@@ -410,10 +432,14 @@ class Client:
         if not len(offered.blocks):
             return StoreResult.of(np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
-        pushed = self._writer.write(offered)
-        seconds = time.monotonic() - started
-        result = StoreResult.of(pushed.status, seconds, pushed.bytes_moved, pushed.durable, pushed.pending)
+        with TRACING.span("kvstrata.store") as span:
+            pushed = self._writer.write(offered)
+            seconds = time.monotonic() - started
+            result = StoreResult.of(pushed.status, seconds, pushed.bytes_moved, pushed.durable, pushed.pending)
+            if span.recording:
+                told_store(span, offered.namespace, offered.salt, result)
         self._counters.add("store", result.reasons, pushed.bytes_moved)
+        self._counters.timings.add("store", seconds, span.trace_id)
         return result
 
     def remove(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> RemoveResult:
@@ -448,12 +474,19 @@ class Client:
             self._tickets,
         )
 
+    def metrics(self) -> ClientCollector:
+        """For a Prometheus registry: see :mod:`kvstrata.client.metrics`. Asks nobody, and outlives the client."""
+        self._check_usable()
+        metered = self._metered
+        return ClientCollector(lambda: (metered,))
+
     def close(self) -> None:
         """Give everything back; later calls raise :class:`Closed`. Safe twice, bounded, safe with handles alive.
 
         Calls under way end by their own deadlines. In a forked child it does nothing to the parent's.
         """
         self._closed = True
+        OPEN.discard(self._metered)
         self._end()
 
     def __enter__(self) -> Client:

@@ -1,4 +1,4 @@
-"""What became of the blocks this client asked for. One denominator: asked = loaded + misses by reason."""
+"""What one client counts: blocks by what became of them, bytes by how they moved, seconds of calls."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+from kvstrata.proto.status import Tier
+from kvstrata.transfer.timings import Timings
+
+#: Calls of which seconds are kept.
+TIMED = ("lookup", "load", "store")
+_TIERS = tuple((tier.name.lower(), bytes((tier,))) for tier in Tier)
+
 
 class Counters:
     """Counts by call kind and by reason. Thread-safe; the totals of a kind always add up."""
 
     def __init__(self) -> None:
+        self.timings = Timings(TIMED)
         self._lock = threading.Lock()
         self._kinds: dict[str, Counter[str]] = {}
+        self._hits: dict[str, Counter[str]] = {}
+        self._moved: Counter[tuple[str, str]] = Counter()
 
     def add(self, kind: str, reasons: Mapping[str, int], nbytes: int = 0) -> None:
         with self._lock:
@@ -25,7 +35,31 @@ class Counters:
                 counter["asked"] += count
                 counter[name] += count
 
+    def found(self, kind: str, tiers: bytes) -> None:
+        """Blocks that a lookup showed or a load brought, by the tier they were in: u8[n], other values are none."""
+        with self._lock:
+            counter = self._hits.get(kind)
+            if counter is None:
+                counter = self._hits[kind] = Counter()
+            for name, code in _TIERS:
+                counter[name] += tiers.count(code)
+
+    def moved(self, kind: str, transport: str, nbytes: int) -> None:
+        """Payload bytes that one node gave or took."""
+        with self._lock:
+            self._moved[kind, transport] += nbytes
+
     def snapshot(self) -> dict[str, dict[str, int]]:
         """kind -> {"calls", "bytes", "asked", and blocks by reason}."""
         with self._lock:
             return {kind: dict(counter) for kind, counter in self._kinds.items()}
+
+    def hits(self) -> dict[str, dict[str, int]]:
+        """kind -> blocks by tier."""
+        with self._lock:
+            return {kind: dict(counter) for kind, counter in self._hits.items()}
+
+    def bytes_moved(self) -> dict[tuple[str, str], int]:
+        """(kind, transport) -> payload bytes."""
+        with self._lock:
+            return dict(self._moved)

@@ -10,6 +10,7 @@ from typing import Final
 from kvstrata.client.directory import Directory
 from kvstrata.client.peers import Peers
 from kvstrata.transfer.loops import Loop
+from kvstrata.transfer.traces import join_host
 
 PERIOD_S: Final = 0.05
 #: A turn stops probing unreachable peers after this; one probe takes at most half a second.
@@ -22,6 +23,7 @@ def start_keeper(directory: Directory, peers: Peers) -> Loop:
     """Start the loop; the caller stops it."""
 
     def turn() -> None:
+        join_host()
         peers.close_retired()
         peers.upkeep(PROBE_BUDGET_S)
         now = time.monotonic()

@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata.client import traced
+from kvstrata.client import moving
+from kvstrata.client.counters import Counters
 from kvstrata.client.plan import Where
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.status import BlockStatus
@@ -40,11 +41,12 @@ class LandedRanges:
         self._named: Mask = np.zeros(count, np.bool_)  # in any range that was told
         self._reached = np.zeros(count, np.int64)  # leading ranges that are in place
 
-    def fetch(self, peer: Peer, request: Fetch, where: Where | None) -> Fetched:
+    def fetch(self, peer: Peer, request: Fetch, where: Where | None, counters: Counters) -> Fetched:
         """An attempt at one node for the blocks at ``where`` (None: all)."""
         at = slice(None) if where is None else where
         try:
-            fetched = traced.fetch(peer, replace(request, parts=self.parts, landed=partial(self._landed, at)))
+            told = replace(request, parts=self.parts, landed=partial(self._landed, at))
+            fetched = moving.fetch(peer, told, counters)
         except KVError:
             self._ended(at, np.zeros(len(request.blocks), np.bool_))
             raise

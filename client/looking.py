@@ -13,7 +13,9 @@ from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, unanswered
 from kvstrata.client.peers import Peers
 from kvstrata.client.results import NO_TIER, Lookup
+from kvstrata.client.traced import told_lookup
 from kvstrata.proto.errors import KVError
+from kvstrata.transfer.tracing import TRACING
 
 
 class Looker:
@@ -29,7 +31,12 @@ class Looker:
         self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float, request: str = ""
     ) -> Lookup:
         """Raises only refusals of the whole call; a directory that cannot be asked is a result."""
-        return self.locate(namespace, salt, packed, started, deadline, request)[0]
+        with TRACING.span("kvstrata.lookup") as span:
+            found = self.locate(namespace, salt, packed, started, deadline, request)[0]
+            if span.recording:
+                told_lookup(span, namespace, salt, found, request)
+            self._counters.timings.add("lookup", found.seconds, span.trace_id, request)
+            return found
 
     def locate(
         self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float, request: str = ""
@@ -50,6 +57,7 @@ class Looker:
             self._recent.remember(namespace, salt, packed, codes, nodes, epoch=namespace.epoch, replicas=replicas)
             found = _answered(located, time.monotonic() - started)
         self._counters.add("lookup", found.reasons)
+        self._counters.found("lookup", found.tiers[found.present].tobytes())
         return found, located
 
 

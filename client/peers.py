@@ -14,6 +14,7 @@ from kvstrata.client.directory import AVOID_MAX
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.base import Endpoint, Peer
+from kvstrata.transfer.link import NodeLink
 
 log = get_logger(__name__)
 
@@ -44,6 +45,7 @@ class Peers:
         self._next_lost = 0
         self._lost: tuple[Endpoint, ...] = ()
         self._closed = False
+        self._opens_before = 0  #: of peers that are closed
 
     def get(self, endpoint: Endpoint) -> Peer | None:
         """The peer of exactly this incarnation, made when new; None when it is gone or out of reach."""
@@ -146,7 +148,12 @@ class Peers:
         with self._lock:
             retired, self._retired = self._retired, []
         for peer in retired:
+            self._opens_before += _opens(peer)
             peer.close()
+
+    def breaker_opens(self) -> int:
+        """Times that a node was found silent or gone."""
+        return self._opens_before + sum(_opens(known.peer) for known in self.all())
 
     def close(self) -> None:
         """Close all; nothing is connected any more."""
@@ -156,3 +163,13 @@ class Peers:
             self._known.clear()
             self._local = None
         self.close_retired()
+
+
+def _opens(peer: object) -> int:
+    """Of the peer's own link, whatever is put in front of it."""
+    while peer is not None:
+        link = getattr(peer, "link", None)
+        if isinstance(link, NodeLink):
+            return link.channel.breaker.opened
+        peer = getattr(peer, "inner", None)
+    return 0

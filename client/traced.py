@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.results import LoadResult, Lookup, StoreResult, reasons_of
-from kvstrata.transfer.base import Fetch, Fetched, Peer, Push, Pushed
-from kvstrata.transfer.tracing import TRACING, Span, salt_tag, set_counts
+from kvstrata.client.results import LoadResult, Lookup, StoreResult
+from kvstrata.transfer.tracing import Span, salt_tag, set_counts
 
 
 def told_lookup(span: Span, namespace: PoolNamespace, salt: str, found: Lookup, request: str) -> None:
@@ -31,38 +30,8 @@ def told_store(span: Span, namespace: PoolNamespace, salt: str, result: StoreRes
     span.set("bytes", result.bytes_moved)
 
 
-def fetch(peer: Peer, request: Fetch) -> Fetched:
-    """``peer.fetch``, in a span when somebody traces."""
-    if not TRACING.on:
-        return peer.fetch(request)
-    with TRACING.span("kvstrata.fetch") as span:
-        fetched = peer.fetch(request)
-        if span.recording:
-            _told_peer(span, peer, reasons_of(fetched.status), fetched.bytes_moved)
-        return fetched
-
-
-def push(peer: Peer, request: Push) -> Pushed:
-    """``peer.push``, in a span when somebody traces."""
-    if not TRACING.on:
-        return peer.push(request)
-    with TRACING.span("kvstrata.push") as span:
-        pushed = peer.push(request)
-        if span.recording:
-            _told_peer(span, peer, reasons_of(pushed.status), pushed.bytes_moved)
-        return pushed
-
-
 def _told(span: Span, namespace: PoolNamespace, salt: str, blocks: int, reasons: dict[str, int]) -> None:
     span.set("group", namespace.group)
     span.set("salt", salt_tag(salt))
     span.set("blocks", blocks)
-    set_counts(span, "status", reasons)
-
-
-def _told_peer(span: Span, peer: Peer, reasons: dict[str, int], nbytes: int) -> None:
-    span.set("node", peer.endpoint.node_id)
-    span.set("transport", peer.transport)
-    span.set("blocks", sum(reasons.values()))
-    span.set("bytes", nbytes)
     set_counts(span, "status", reasons)

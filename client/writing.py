@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.client import traced
+from kvstrata.client import moving
+from kvstrata.client.counters import Counters
 from kvstrata.client.directory import Directory
 from kvstrata.client.fanout import Fanout
 from kvstrata.client.locations import Hint, Placed, RecentLocations, chosen
@@ -59,7 +60,10 @@ class Offered:
 class Writer:
     """Thread-safe: all state of a call is on its stack."""
 
-    def __init__(self, directory: Directory, peers: Peers, recent: RecentLocations, fanout: Fanout) -> None:
+    def __init__(
+        self, directory: Directory, peers: Peers, recent: RecentLocations, fanout: Fanout, counters: Counters
+    ) -> None:
+        self._counters = counters
         self._directory = directory
         self._peers = peers
         self._recent = recent
@@ -230,7 +234,7 @@ class Writer:
             epoch=offered.namespace.epoch,
         )
         try:
-            pushed = traced.push(peer, push)
+            pushed = moving.push(peer, push, self._counters)
         except WHOLE_CALL:
             raise
         except KVError as error:

@@ -4,43 +4,61 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-#: Seconds. From one block over shared memory to a call that waits for its deadline.
+#: Upper bounds in seconds. From one block over shared memory to a call that waits for its deadline.
 SECONDS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 #: OpenMetrics allows 128 characters of labels in an exemplar.
 EXEMPLAR_CHARACTERS_MAX: Final = 100
 
-
+_BOUNDS: Final = (*map(floatToGoString, SECONDS), "+Inf")
+_Exemplar = tuple[dict[str, str], float]
 _Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 class _Histogram:
+    """``counts`` by bucket, not summed up; ``exemplars``: of each bucket the newest, with its seconds."""
+
     __slots__ = ("counts", "exemplars", "total")
 
-    def __init__(self, bounds: int) -> None:
-        self.counts = [0] * (bounds + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * len(_BOUNDS)
         self.total = 0.0
-        self.exemplars: dict[int, tuple[dict[str, str], float]] = {}
+        self.exemplars: dict[int, _Exemplar] = {}
+
+    def add(self, other: _Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+        self.exemplars |= other.exemplars
+
+    def buckets(self) -> list[_Bucket]:
+        """As Prometheus has them: each with all that is below."""
+        upto, buckets = 0, list[_Bucket]()
+        for index, count in enumerate(self.counts):
+            upto += count
+            newest = self.exemplars.get(index)
+            bound = _BOUNDS[index]
+            buckets.append((bound, upto) if newest is None else (bound, upto, Exemplar(*newest)))
+        return buckets
 
 
 class Timings:
     """Seconds of calls by the name of the call, and in each bucket the newest call that has a name. Thread-safe."""
 
-    def __init__(self, names: Iterable[str], bounds: Sequence[float] = SECONDS) -> None:
-        self._bounds = tuple(bounds)
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
         self._lock = threading.Lock()
-        self._all = {name: _Histogram(len(self._bounds)) for name in names}
+        self._all = {name: _Histogram() for name in self.names}
 
     def add(self, name: str, seconds: float, trace_id: str = "", request: str = "") -> None:
-        """A call took so long. ``trace_id`` or else ``request`` lets a person find one like it."""
+        """A call took so long. By ``trace_id``, or else ``request``, a person finds one like it."""
         histogram = self._all[name]
-        bucket = bisect_left(self._bounds, seconds)
+        bucket = bisect_left(SECONDS, seconds)
         with self._lock:
             histogram.counts[bucket] += 1
             histogram.total += seconds
@@ -54,20 +72,25 @@ class Timings:
         with self._lock:
             return sum(self._all[name].counts)
 
-    def family(
-        self, metric: str, text: str, label: str, also: Mapping[str, str] | None = None
-    ) -> HistogramMetricFamily:
-        """For a scrape: ``label`` is the name of the call, ``also`` are labels of all."""
-        also = also or {}
-        family = HistogramMetricFamily(metric, text, labels=[label, *also])
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+    def add_to(self, name: str, total: _Histogram) -> None:
+        """Add what is counted of ``name``."""
         with self._lock:
-            for name, histogram in self._all.items():
-                upto, buckets = 0, list[_Bucket]()
-                for index, count in enumerate(histogram.counts):
-                    upto += count
-                    bound = bounds[index]
-                    newest = histogram.exemplars.get(index)
-                    buckets.append((bound, upto) if newest is None else (bound, upto, Exemplar(*newest)))
-                family.add_metric([name, *also.values()], buckets, histogram.total)
-        return family
+            total.add(self._all[name])
+
+
+def seconds_family(
+    metric: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Sequence[Timings]]],
+) -> HistogramMetricFamily:
+    """For a scrape. ``rows``: values of ``labels``, and timings that are added up under them by the name of the call,
+    which is the label "call"."""
+    family = HistogramMetricFamily(metric, text, labels=[*labels, "call"])
+    for values, timings in rows:
+        for name in timings[0].names:
+            total = _Histogram()
+            for each in timings:
+                each.add_to(name, total)
+            family.add_metric([*values, name], total.buckets(), total.total)
+    return family

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.tracing import TRACING
 
 if TYPE_CHECKING:
     from kvstrata.transfer.otlp import OtlpTracing
@@ -68,7 +69,7 @@ def open_traces(options: TraceOptions, service: str, instance: str) -> OtlpTraci
 
 def join_host() -> None:
     """In an engine that traces: our spans come under its own. Without OpenTelemetry there, nothing happens."""
-    if "opentelemetry.trace" not in sys.modules:
+    if TRACING.on or "opentelemetry.trace" not in sys.modules:
         return
     try:
         from kvstrata.transfer.otel import join
