@@ -641,7 +641,7 @@ class NamespaceList(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceRow, _Mapping]]] = ...) -> None: ...
 
 class HealthReport(_message.Message):
-    __slots__ = ("healthy", "ready", "cluster_id", "epoch", "software", "uptime_seconds", "blocks", "problems", "loop_age_seconds", "nodes_active", "nodes_total", "clients", "leading", "leader", "refused_versions")
+    __slots__ = ("healthy", "ready", "cluster_id", "epoch", "software", "uptime_seconds", "blocks", "problems", "loop_age_seconds", "nodes_active", "nodes_total", "clients", "leading", "leader", "refused_versions", "warnings", "security")
     class LoopAgeSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +671,8 @@ class HealthReport(_message.Message):
     LEADING_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    SECURITY_FIELD_NUMBER: _ClassVar[int]
     healthy: bool
     ready: bool
     cluster_id: str
@@ -686,7 +688,23 @@ class HealthReport(_message.Message):
     leading: bool
     leader: str
     refused_versions: _containers.ScalarMap[str, int]
-    def __init__(self, healthy: bool = ..., ready: bool = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., software: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., nodes_active: _Optional[int] = ..., nodes_total: _Optional[int] = ..., clients: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., refused_versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    security: SecurityFacts
+    def __init__(self, healthy: bool = ..., ready: bool = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., software: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., nodes_active: _Optional[int] = ..., nodes_total: _Optional[int] = ..., clients: _Optional[int] = ..., leading: bool = ..., leader: _Optional[str] = ..., refused_versions: _Optional[_Mapping[str, int]] = ..., warnings: _Optional[_Iterable[str]] = ..., security: _Optional[_Union[SecurityFacts, _Mapping]] = ...) -> None: ...
+
+class SecurityFacts(_message.Message):
+    __slots__ = ("tokens", "tickets", "tls", "client_certs", "certificate_days_left")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_CERTS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_DAYS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    tokens: bool
+    tickets: bool
+    tls: bool
+    client_certs: bool
+    certificate_days_left: float
+    def __init__(self, tokens: bool = ..., tickets: bool = ..., tls: bool = ..., client_certs: bool = ..., certificate_days_left: _Optional[float] = ...) -> None: ...
 
 class TenantPolicy(_message.Message):
     __slots__ = ("salt", "dram_limit", "ssd_limit", "dram_floor", "ssd_floor")
