@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.liveness import NodeState
@@ -14,7 +15,12 @@ from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
 from kvstrata.transfer.identity import SOFTWARE
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.sessions import Session
+from kvstrata.transfer.timings import Timings
+
+if TYPE_CHECKING:
+    from kvstrata.transfer.otlp import OtlpTracing
 
 
 class Views:
@@ -22,6 +28,10 @@ class Views:
 
     def __init__(self, hub: Hub, sessions: Mapping[bytes, Session], loops: Loops) -> None:
         self.troubles: list[Callable[[], list[str]]] = []  #: what else may be a problem
+        self.security: Security | None = None  #: who is let in; None: everybody
+        #: Seconds of what clients ask; and this process's tracing, where there is any.
+        self.timings: Timings | None = None
+        self.traces: OtlpTracing | None = None
         self._hub = hub
         self._sessions = sessions
         self._loops = loops
@@ -49,6 +59,9 @@ class Views:
         report.problems.extend([*self._loops.problems(), *filter(None, [self._hub.journal.problem()])])
         report.problems.extend(text for ask in self.troubles for text in ask())
         report.healthy = not report.problems
+        if self.security is not None:
+            report.warnings.extend(self.security.warnings())
+            report.security.CopyFrom(control.SecurityFacts(**self.security.facts()))
         report.leading, report.leader = self._hub.leads()
         for name, age_s in self._loops.ages_s().items():
             report.loop_age_seconds[name] = age_s

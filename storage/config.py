@@ -15,6 +15,7 @@ from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.rdma.found import BACKENDS
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions
 
 if TYPE_CHECKING:
     from kvstrata.storage.ssd.tenant_keys import TenantKeys
@@ -64,6 +65,7 @@ class StorageConfig:
     drain_on_stop_s: float = 0.0
     rails: RailOptions = _RAILS
     security: SecurityFiles = _OPEN
+    traces: TraceOptions = BY_ENVIRONMENT
 
     def validated(self) -> StorageConfig:
         """Return self, or raise :class:`ConfigError` naming the setting and what to do."""
@@ -84,6 +86,7 @@ class StorageConfig:
             )
         self._validate_ssd()
         self._validate_rails()
+        self.traces.validated()
         return self
 
     def _validate_rails(self) -> None:

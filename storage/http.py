@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,9 +15,11 @@ from starlette.routing import Route
 from kvstrata.storage.access import ROUTES
 from kvstrata.storage.report import Device, NodeReport
 from kvstrata.storage.serving.rails import NodeRails
+from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
 from kvstrata.transfer.security.http_guard import HttpGuard, rights_in
 from kvstrata.transfer.security.metrics import security_metrics
 from kvstrata.transfer.security.rights import Role
+from kvstrata.transfer.timings import seconds_family
 from kvstrata.transfer.web import WebServer
 
 _GAUGES = (
@@ -73,6 +74,8 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         totals = self._report.totals()
+        yield build_info("node")
+        yield from self._calls()
         for name, text in _GAUGES:
             yield GaugeMetricFamily(f"kvstrata_node_{name}", text, value=getattr(totals, name))
         counts = totals.counts
@@ -105,6 +108,14 @@ class NodeCollector(Collector):
             yield from security_metrics("kvstrata_node", self._report.security)
         problems = len(self._report.problems())
         yield GaugeMetricFamily("kvstrata_node_problems", "what health complains of", value=problems)
+
+    def _calls(self) -> Iterable[Metric]:
+        timings, traces = self._report.timings, self._report.traces
+        if timings is not None:
+            text = "Seconds of reads and writes, by operation; bytes that follow an answer are not in it"
+            yield seconds_family("kvstrata_node_call_seconds", text, [], [((), [timings])])
+        if traces is not None:
+            yield traces_family("kvstrata_node", traces.counts())
 
     def _slots(self, slots: dict[int, tuple[int, int]]) -> Metric:
         family = GaugeMetricFamily("kvstrata_node_slots", "slots by size", labels=["slot_bytes", "state"])
@@ -195,10 +206,12 @@ def node_app(report: NodeReport) -> Starlette:
     """
     registry = CollectorRegistry()
     registry.register(NodeCollector(report))
+    add_process(registry)
 
     # Plain functions: they take the state's lock, so they run in the server's threads, not in its event loop.
-    def metrics(_: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    def metrics(request: Request) -> Response:
+        page, content_type = exposition(registry, request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
     def healthz(request: Request) -> Response:
         health = report.health()

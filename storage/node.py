@@ -42,6 +42,7 @@ from kvstrata.storage.identity import DataDirectory
 from kvstrata.storage.masters.attach import MasterLink
 from kvstrata.storage.masters.commands import TURN_BOUND_S, TURN_S, Commands, shares_told
 from kvstrata.storage.masters.copy_orders import CopyOrders
+from kvstrata.storage.masters.dialing import Dialing
 from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
@@ -58,8 +59,10 @@ from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.security.admission import Admission
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import node_tickets
+from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.sessions import Session
+from kvstrata.transfer.traces import open_traces
 
 log = get_logger(__name__)
 
@@ -90,6 +93,7 @@ class StorageNode:
         self.identity = self.directory.identity
         self.lock = threading.Lock()
         self.loops = Loops()
+        self.security = Security.opened(config.security, (config.listen, config.http))
         keys_at = config.security.ticket_keys
         self.key_file = KeyFile(keys_at) if keys_at is not None else None
         self.tickets = node_tickets(self.key_file, self.identity.node_id) if self.key_file is not None else None
@@ -139,6 +143,7 @@ class StorageNode:
             self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )
         self.report.rails, self.report.no_rails = self.rails, no_rails
+        self.report.security = self.security
 
     def _ssd_tier(self, store: SsdStore) -> SsdTier:
         self._ends.append(store.close)
@@ -178,11 +183,13 @@ class StorageNode:
             copies=source,
             rails=self.rails,
         )
+        self.report.timings = handlers.timings
         checks = self._checks()
         served = {**handlers.handlers(), **checks.handlers()}
         self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops, self.admission)
         self.server.refused_versions = self.report.refused_versions
         self._ends.append(lambda: self.loops.stop(STOP_S))
+        self._trace()
         if self.ssd is not None:
             self.ssd.start(self.loops)
             self._ends.append(self.ssd.stop)
@@ -202,6 +209,13 @@ class StorageNode:
         web.start()
         self._join_masters()
         return self._ready()
+
+    def _trace(self) -> None:
+        traces = open_traces(self.config.traces, "kvstrata-node", self.identity.node_id)
+        if traces is not None:
+            self.report.traces = traces
+            traces.start(self.loops)
+            self._ends.append(traces.stop)
 
     def _checks(self) -> NodeChecks:
         """What answers NODE_CHECK; and, on SSD, the scrub that goes on by itself."""
@@ -234,6 +248,7 @@ class StorageNode:
                 self._acknowledged,
                 copies,
                 self.tickets,
+                Dialing(self.security.files, self.security.own_token),
             )
             self.links.append(link)
             self._watched.append(link.problem)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.status import Tier
@@ -21,7 +21,12 @@ from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.timings import Timings
+from kvstrata.transfer.traces import trace_facts
 from kvstrata.transfer.versions import RefusedVersions
+
+if TYPE_CHECKING:
+    from kvstrata.transfer.otlp import OtlpTracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,9 @@ class NodeReport:
         self.clients = clients
         #: Peers of versions that this node does not speak with.
         self.refused_versions = RefusedVersions()
+        #: Seconds of what clients ask; and this process's tracing, where there is any.
+        self.timings: Timings | None = None
+        self.traces: OtlpTracing | None = None
         #: One-sided transfers, and why there are none.
         self.rails: NodeRails | None = None
         self.no_rails = ""
@@ -157,6 +165,7 @@ class NodeReport:
             "orders_refused": self.leader()[1],
             "drain": drain,
             "copies": copies,
+            "traces": trace_facts(self.traces),
             "rails": self.rails.health() if self.rails is not None else {"kind": "", "problem": self.no_rails},
             "loop_age_seconds": {name: round(age, 3) for name, age in self.loops.ages_s().items()},
             "slots": [{"slot_bytes": size, "taken": taken, "cut": cut} for size, (taken, cut) in sorted(slots.items())],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -28,6 +29,14 @@ def build_info(role: str) -> Metric:
         "kvstrata_build_info", "What runs: always 1", labels=["role", "version", "protocol", "python"]
     )
     family.add_metric([role, VERSION, str(wire.PROTOCOL), platform.python_version()], 1)
+    return family
+
+
+def traces_family(prefix: str, counts: Mapping[str, int]) -> Metric:
+    """``prefix``: ``kvstrata_master`` or ``kvstrata_node``. ``counts``: see :meth:`OtlpTracing.counts`."""
+    family = CounterMetricFamily(f"{prefix}_trace_spans", "Spans of traces, by what became of them", labels=["outcome"])
+    for outcome, count in counts.items():
+        family.add_metric([outcome], count)
     return family
 
 

@@ -85,3 +85,10 @@ def _asked(environment: Mapping[str, str]) -> bool:
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     off = off or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
     return not off and any(environment.get(name) for name in _ENDPOINTS)
+
+
+def trace_facts(traces: OtlpTracing | None) -> dict[str, object]:
+    """For health: whether this process traces, spans by what became of them, and why they do not arrive."""
+    if traces is None:
+        return {"on": False}
+    return {"on": True, **traces.counts(), "problem": traces.problem()}
