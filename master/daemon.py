@@ -16,6 +16,7 @@ from kvstrata.master.channel import Endpoints, MasterChannel
 from kvstrata.master.content.calls import Content
 from kvstrata.master.http import application
 from kvstrata.master.hub import Hub
+from kvstrata.master.index.services import IndexConfig, IndexServices
 from kvstrata.master.leadership.campaign import Campaign
 from kvstrata.master.leadership.roll import Roll, announced
 from kvstrata.master.service import serve
@@ -26,13 +27,15 @@ from kvstrata.master.stores.base import LeaderRecord, StateStore
 from kvstrata.master.stores.opening import open_store
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.master.views import Views
+from kvstrata.master.web import serve_http
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.security.admission import Admission
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.key_file import KeyFile
+from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.server import ChannelServer
-from kvstrata.transfer.web import WebServer
+from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions, open_traces
 
 log = get_logger(__name__)
 
@@ -58,6 +61,8 @@ class MasterConfig:
     advertise: str | None = None  #: the host by which clients and other masters reach this one
     hot_copies: bool = False
     security: SecurityFiles = field(default_factory=SecurityFiles)
+    traces: TraceOptions = BY_ENVIRONMENT
+    index: IndexConfig = field(default_factory=IndexConfig)
 
 
 class Master:
@@ -73,6 +78,7 @@ class Master:
             raise
 
     def _start(self, config: MasterConfig) -> None:
+        self.security = Security.opened(config.security, (config.listen, config.grpc, config.http))
         store = open_store(config.state, config.cluster_id, config.state_password_file)
         self._stops.append(store.close)
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)
@@ -86,20 +92,31 @@ class Master:
         channel = MasterChannel(self.hub, self.endpoints)
         self.key_file = KeyFile(config.security.ticket_keys) if config.security.ticket_keys is not None else None
         self.admission = Admission(self.key_file)
-        self.server = ChannelServer(
-            channel.handlers(), channel.hello, lambda session: None, self.loops, self.admission
-        )
+        self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops, self.admission)
         self.server.refused_versions = self.hub.refused_versions
         self.views = Views(self.hub, self.server.sessions, self.loops)
+        self.views.timings = channel.timings
+        self._trace(config.traces)
         if self.key_file is not None:
             self.views.troubles.append(self._key_problems)
-        grpc_server, self.endpoints.grpc = serve(self.hub, self.views, self.roll, config.grpc)
+        self.views.security = self.security
+        self.index = IndexServices(self.hub, self.server.sessions, self.loops, config.index)
+        self.hub.metrics.registry.register(self.index)
+        self.views.troubles.append(self.index.problems)
+        self._stops.append(self.index.close)
+        grpc_server, self.endpoints.grpc = serve(
+            self.hub, self.views, self.roll, self.index, config.grpc, self.security
+        )
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
         self._stops.append(lambda: self.hub.close_sessions("the master stops"))
         self.sampler = Sampler(self.hub, self.views, self.roll.masters)
         self.status = StatusDocument(self.hub, self.views, self.sampler)
+        tenants = Tenants(self.hub, Content(self.hub))
         pages = routes(self.status, self.hub.events)
-        web = WebServer(application(self.hub, self.views, Tenants(self.hub, Content(self.hub)), pages), config.http)
+        keys = self.key_file.keys if self.key_file is not None else None
+        web = serve_http(
+            lambda more: application(self.hub, self.views, tenants, [*pages, *more]), config.http, self.security, keys
+        )
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
         self.hub.start(self.loops)
@@ -119,6 +136,13 @@ class Master:
         campaign.start(self.loops)
         self._stops.append(campaign.resign)
 
+    def _trace(self, options: TraceOptions) -> None:
+        traces = open_traces(options.validated(), "kvstrata-master", self.hub.master_id)
+        if traces is not None:
+            self.views.traces = traces
+            traces.start(self.loops)
+            self._stops.append(traces.stop)
+
     def _record(self) -> LeaderRecord:
         """Where others reach this master."""
         own = self.endpoints
@@ -136,6 +160,7 @@ class Master:
             "pid": os.getpid(),
             "cluster_id": self.hub.cluster_id,
             "leading": self.hub.standing().leading,
+            **self.index.ready(),
         }
 
     def stop(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -22,6 +21,12 @@ from kvstrata.master.tenants.metrics import tenant_metrics
 from kvstrata.master.tenants.quota_api import routes
 from kvstrata.master.views import Views
 from kvstrata.proto import control_pb2 as control
+from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
+from kvstrata.transfer.security.http_guard import rights_in
+from kvstrata.transfer.security.metrics import security_metrics
+from kvstrata.transfer.security.rights import Role
+from kvstrata.transfer.timings import seconds_family
+from kvstrata.transfer.traces import trace_facts
 
 
 class _StateCollector(Collector):
@@ -34,6 +39,8 @@ class _StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         report = self._views.health()
+        yield build_info("master")
+        yield from self._calls()
         nodes = self._views.nodes().nodes
         states = GaugeMetricFamily("kvstrata_master_nodes", "Rostered nodes, by state", labels=["state"])
         for state in NodeState:
@@ -79,26 +86,51 @@ class _StateCollector(Collector):
         yield told
         yield from tenant_metrics(self._hub, self._tenants)
         yield from replication_metrics(self._hub)
+        if self._views.security is not None:
+            yield from security_metrics("kvstrata_master", self._views.security)
+
+    def _calls(self) -> Iterable[Metric]:
+        timings, traces = self._views.timings, self._views.traces
+        if timings is not None:
+            text = "Seconds of what clients ask, by operation"
+            yield seconds_family("kvstrata_master_call_seconds", text, [], [((), [timings])])
+        if traces is not None:
+            yield traces_family("kvstrata_master", traces.counts())
 
 
 def _plain(report: control.HealthReport) -> dict[str, object]:
     """As JSON, with numbers as numbers (protobuf's own JSON makes strings of 64-bit integers)."""
     body: dict[str, object] = {field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields}
     maps = {"loop_age_seconds": dict(report.loop_age_seconds), "refused_versions": dict(report.refused_versions)}
-    return body | {"problems": list(report.problems)} | maps
+    security = {
+        field.name: getattr(report.security, field.name)
+        if not field.has_presence or report.security.HasField(field.name)
+        else None
+        for field in report.security.DESCRIPTOR.fields
+    }
+    told = {"problems": list(report.problems), "warnings": list(report.warnings), "security": security}
+    return body | told | maps
 
 
 def application(hub: Hub, views: Views, tenants: Tenants, pages: Sequence[Route] = ()) -> Starlette:
     """The ASGI application; ``pages`` are served beside what is here."""
     registry = hub.metrics.registry
     registry.register(_StateCollector(hub, views, tenants))
+    add_process(registry)
 
-    async def metrics(_: Request) -> Response:
-        return Response(await run_in_threadpool(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        page, content_type = await run_in_threadpool(exposition, registry, accept)
+        return Response(page, headers={"content-type": content_type})
 
-    async def healthz(_: Request) -> Response:
+    async def healthz(request: Request) -> Response:
         report = await run_in_threadpool(views.health)
-        return JSONResponse(_plain(report), status_code=200 if report.healthy else 503)
+        told = (
+            _plain(report) | {"traces": trace_facts(views.traces)}
+            if rights_in(request).has(Role.READ)
+            else {"healthy": report.healthy}
+        )
+        return JSONResponse(told, status_code=200 if report.healthy else 503)
 
     async def readyz(_: Request) -> Response:
         report = await run_in_threadpool(views.health)

@@ -21,7 +21,9 @@ from starlette.routing import Route
 
 from kvstrata.master.tenants.answers import Tenants
 from kvstrata.proto import control_pb2 as control
-from kvstrata.proto.errors import InvalidArgument, KVError, Retryable
+from kvstrata.proto.errors import Forbidden, InvalidArgument, KVError, Retryable
+from kvstrata.transfer.security.access import touch_salts
+from kvstrata.transfer.security.http_guard import rights_in
 
 #: How a path names the tenant whose salt is empty.
 EMPTY_SALT: Final = "_default_salt"
@@ -43,6 +45,9 @@ def routes(tenants: Tenants) -> list[Route]:
     async def one(request: Request) -> Response:
         name = request.path_params["salt"]
         salt = "" if name == EMPTY_SALT else name
+        rights = rights_in(request)
+        if (refused := _refusal(lambda: rights.touch_salt(salt))) is not None:
+            return refused
         if request.method == "PUT":
             body = await _body(request)
             return await _answer(lambda: _put(tenants, salt, body, _dry(request)))
@@ -50,13 +55,24 @@ def routes(tenants: Tenants) -> list[Route]:
             return await _answer(lambda: _delete(tenants, salt, _dry(request)))
         return await _answer(lambda: _get(tenants, salt))
 
-    async def all_of_them(_: Request) -> Response:
+    async def all_of_them(request: Request) -> Response:
+        rights = rights_in(request)
+        if (refused := _refusal(lambda: touch_salts(rights, None))) is not None:
+            return refused
         return await _answer(lambda: (200, _listed(tenants.list(control.TenantQuery()))))
 
     return [
         Route("/quota", all_of_them, methods=["GET"]),
         Route("/quota/{salt:path}", one, methods=["GET", "PUT", "DELETE"]),
     ]
+
+
+def _refusal(touch: Callable[[], None]) -> Response | None:
+    try:
+        touch()
+    except Forbidden as error:
+        return JSONResponse({"error": str(error)}, status_code=403)
+    return None
 
 
 async def _answer(work: Callable[[], tuple[int, dict[str, object]]]) -> Response:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.security.access import Gate
 from kvstrata.transfer.security.checks import open_to_all
 from kvstrata.transfer.security.files import SecurityFiles
-from kvstrata.transfer.security.tls import ServerTls
+from kvstrata.transfer.security.tls import DAY_S, ServerTls
 from kvstrata.transfer.security.tokens import OwnToken, TokenFile
 
 log = get_logger(__name__)
@@ -51,14 +52,12 @@ class Security:
         ends = [self.tls.warning(now())] if self.tls is not None else []
         return [*self.notes, *filter(None, [*bad, *ends])]
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """For health: what is on."""
         return {
             "tokens": self.tokens is not None,
             "tickets": self.files.ticket_keys is not None,
             "tls": self.tls is not None,
             "client_certs": self.files.client_certs,
-            "certificate_days_left": None
-            if self.tls is None
-            else round((self.tls.expires() - time.time()) / 86_400, 1),
+            "certificate_days_left": None if self.tls is None else round((self.tls.expires() - time.time()) / DAY_S, 1),
         }
