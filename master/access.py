@@ -69,6 +69,8 @@ RPCS: Final[Mapping[str, Access]] = {
     "ListBlocks": Access(Role.READ, _scope),
     "Explain": Access(Role.READ, _explained),
     "Health": Access(Role.READ),
+    "WatchIndex": Access(Role.READ),  # what it may not touch it does not hear of
+    "Route": Access(Role.READ, _named),
     "SetTenant": Access(Role.OPERATE, _policy),
     "SetReplicas": Access(Role.OPERATE, _replicas),
     "DrainNode": Access(Role.OPERATE),
@@ -89,5 +91,5 @@ ROUTES: Final[HttpRules] = {
     ("POST", "ticket"): Access(None),
     ("GET", "status.json"): Access(Role.READ),
     ("GET", "events.json"): Access(Role.READ),
-    **{("GET", name): Access(None, open=True) for name in ("", "status.css", "status.js", "draw.js", "icon.svg")},
+    **{("GET", name): Access(None, open=True) for name in ("", "status.css", "status.js", "sections.js", "draw.js", "icon.svg")},
 }

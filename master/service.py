@@ -16,6 +16,7 @@ from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import attach_of, events_of, message_of, stamped
 from kvstrata.master.hub import Hub
+from kvstrata.master.index.services import IndexServices
 from kvstrata.master.leadership.roll import Roll
 from kvstrata.master.outbox import Outbox
 from kvstrata.master.replication.calls import Replicating
@@ -28,7 +29,7 @@ from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import Busy, ConfigError, InvalidArgument, KVError, Refused, Retryable, VersionMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.security.grpc_security import Guard, server_credentials
+from kvstrata.transfer.security.grpc_security import Guard, current_rights, server_credentials
 from kvstrata.transfer.security.opened import Security
 
 log = get_logger(__name__)
@@ -63,8 +64,9 @@ T = TypeVar("T")
 class MasterService(control_pb2_grpc.MasterServicer):
     """The servicer. Errors of ours become status codes with their text."""
 
-    def __init__(self, hub: Hub, views: Views, roll: Roll) -> None:
+    def __init__(self, hub: Hub, views: Views, roll: Roll, index: IndexServices) -> None:
         self._roll = roll
+        self._index = index
         self._hub = hub
         self._views = views
         self._calls = ClientCalls(hub)
@@ -159,6 +161,17 @@ class MasterService(control_pb2_grpc.MasterServicer):
     def ListReplicas(self, request: pb.Empty, context: grpc.ServicerContext) -> control.ReplicasList:
         return _answered(context, self._replicating.list)
 
+    # ------------------------------------------------------------------ for routers
+
+    def WatchIndex(self, request: control.IndexQuery, context: grpc.ServicerContext) -> Iterator[control.IndexMessage]:
+        try:
+            yield from self._index.watchers.watch(request, current_rights(), context.is_active)
+        except KVError as error:
+            _abort(context, error)
+
+    def Route(self, request: control.RouteQuery, context: grpc.ServicerContext) -> control.RouteAnswer:
+        return _answered(context, lambda: self._index.routing.route(request))
+
     # ------------------------------------------------------------------ health
 
     def Health(self, request: pb.Empty, context: grpc.ServicerContext) -> control.HealthReport:
@@ -239,7 +252,7 @@ class _SyncStream:
 
 
 def serve(
-    hub: Hub, views: Views, roll: Roll, address: str, security: Security | None = None
+    hub: Hub, views: Views, roll: Roll, index: IndexServices, address: str, security: Security | None = None
 ) -> tuple[grpc.Server, str]:
     """Start a server on ``HOST:PORT``; returns it and its real address. Raises :class:`ConfigError`."""
     tls = security.tls if security is not None else None
@@ -247,7 +260,7 @@ def serve(
     pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kvstrata-grpc")
     guards: list[grpc.ServerInterceptor[Any, Any]] = [Guard(gate, RPCS)] if gate is not None else []
     server = grpc.server(pool, interceptors=guards, options=_OPTIONS, maximum_concurrent_rpcs=THREADS_MAX)
-    control_pb2_grpc.add_MasterServicer_to_server(MasterService(hub, views, roll), server)  # type: ignore[no-untyped-call]
+    control_pb2_grpc.add_MasterServicer_to_server(MasterService(hub, views, roll, index), server)  # type: ignore[no-untyped-call]
     try:
         port = (
             server.add_insecure_port(address)

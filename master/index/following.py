@@ -25,10 +25,10 @@ class Follower:
         self._bell = threading.Event()
 
     def join(self) -> None:
-        self._hub.change(lambda state, now: (state.index.join(self._bell), []))
+        self._hub.read(lambda state, now: state.index.join(self._bell))
 
     def leave(self) -> None:
-        self._hub.change(lambda state, now: (state.index.leave(self._bell, now), []))
+        self._hub.read(lambda state, now: state.index.leave(self._bell, now))
 
     def sequence(self) -> int:
         """The number of the last entry."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.index.pool_log import Blocks, NodeCleared, Said, ScopeCleared
@@ -70,7 +70,7 @@ class PoolEvents:
         for start in range(0, len(hashes), HASHES_MAX):
             part = hashes[start : start + HASHES_MAX]
             if said.added:
-                keys = [[self._tenant(said.salt)]] * len(part) if said.salt else None
+                keys: list[list[Any] | None] | None = [[self._tenant(said.salt)]] * len(part) if said.salt else None
                 tokens = said.namespace.block_tokens
                 self._publish(
                     topic,
