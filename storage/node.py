@@ -89,13 +89,13 @@ class StorageNode:
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config.validated()
+        self.security = Security.opened(config.security, (config.listen, config.http))
+        keys_at = config.security.ticket_keys
+        self.key_file = KeyFile(keys_at) if keys_at is not None else None
         self.directory = DataDirectory(config.data, config.name)
         self.identity = self.directory.identity
         self.lock = threading.Lock()
         self.loops = Loops()
-        self.security = Security.opened(config.security, (config.listen, config.http))
-        keys_at = config.security.ticket_keys
-        self.key_file = KeyFile(keys_at) if keys_at is not None else None
         self.tickets = node_tickets(self.key_file, self.identity.node_id) if self.key_file is not None else None
         self.admission = Admission(self.key_file)
         self.channel = ""
