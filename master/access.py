@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvstrata.master.status.pages import PUBLIC
 from kvstrata.transfer.security.access import Access, touch_groups, touch_salts
 from kvstrata.transfer.security.http_guard import HttpRules
 from kvstrata.transfer.security.rights import Rights, Role
@@ -91,5 +92,5 @@ ROUTES: Final[HttpRules] = {
     ("POST", "ticket"): Access(None),
     ("GET", "status.json"): Access(Role.READ),
     ("GET", "events.json"): Access(Role.READ),
-    **{("GET", name): Access(None, open=True) for name in ("", "status.css", "status.js", "sections.js", "draw.js", "icon.svg")},
+    **{("GET", path.removeprefix("/")): Access(None, open=True) for path in PUBLIC},
 }

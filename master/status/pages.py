@@ -20,6 +20,7 @@ _FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/status.css": ("status.css", "text/css; charset=utf-8"),
     "/status.js": ("status.js", "text/javascript; charset=utf-8"),
+    "/sections.js": ("sections.js", "text/javascript; charset=utf-8"),
     "/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
