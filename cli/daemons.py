@@ -9,13 +9,27 @@ import typer
 
 from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
+from kvstrata.cli.security_options import (
+    ClientCerts,
+    PlainTokens,
+    TicketKeys,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenOfNode,
+    Tokens,
+)
 from kvstrata.cli.settings import load_config
 from kvstrata.cli.sizes import address_flag, addresses_flag, format_size, parse_size, size_flag
 from kvstrata.cli.state_option import State, StatePasswordFile
+from kvstrata.cli.trace_option import Traces, TracesRatio
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.eviction.setting import EvictionOrder
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
+from kvstrata.transfer.security.checks import checked
+from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.traces import TraceOptions
 
 DRAM_BYTES_MIN = 8 << 20
 
@@ -46,6 +60,15 @@ def master(
         bool, typer.Option(help="Copy what one busy node is asked for most to a node that is less busy.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
+    traces: Traces = "",
+    traces_ratio: TracesRatio = 0.0,
+    tokens: Tokens = None,
+    ticket_keys: TicketKeys = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    client_certs: ClientCerts = False,
+    plain_tokens: PlainTokens = False,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -54,6 +77,15 @@ def master(
         configure_logs(log_format, log_level)
         from kvstrata.master.daemon import MasterConfig, run
 
+        files = SecurityFiles(
+            tokens=tokens,
+            ticket_keys=ticket_keys,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            client_certs=client_certs,
+            plain_tokens=plain_tokens,
+        )
         settings = MasterConfig(
             listen=listen,
             grpc=grpc,
@@ -64,6 +96,8 @@ def master(
             state_password_file=state_password_file,
             advertise=advertise,
             hot_copies=hot_copies,
+            security=checked(files, (grpc, http)),
+            traces=TraceOptions(traces, traces_ratio),
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 
@@ -127,6 +161,16 @@ def storage(
         int | None,
         size_flag(help="Bytes of one slab; by default an eighth of --dram."),
     ] = None,
+    traces: Traces = "",
+    traces_ratio: TracesRatio = 0.0,
+    tokens: Tokens = None,
+    ticket_keys: TicketKeys = None,
+    token_file: TokenOfNode = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    client_certs: ClientCerts = False,
+    plain_tokens: PlainTokens = False,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -137,8 +181,19 @@ def storage(
             raise ConfigError(f"--dram is {format_size(dram)}: a node needs at least {format_size(DRAM_BYTES_MIN)}")
         from kvstrata.storage.daemon import StorageConfig, run
 
+        files = SecurityFiles(
+            tokens=tokens,
+            ticket_keys=ticket_keys,
+            token_file=token_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            client_certs=client_certs,
+            plain_tokens=plain_tokens,
+        )
+        masters = tuple(master.split(","))
         settings = StorageConfig(
-            masters=tuple(master.split(",")),
+            masters=masters,
             listen=listen,
             http=http,
             data=data,
@@ -154,7 +209,9 @@ def storage(
             scrub_rate=scrub_rate,
             copy_bandwidth=copy_bandwidth,
             drain_on_stop_s=drain_on_stop,
+            security=checked(files, (http,), masters=masters),
             rails=RailOptions(rdma, rdma_backend, tuple(rdma_devices.split(",")) if rdma_devices else ()),
+            traces=TraceOptions(traces, traces_ratio),
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 
