@@ -9,13 +9,11 @@ from kvstrata.proto.errors import ConfigError
 from kvstrata.transfer.security.files import SecurityFiles
 
 
-def checked(
-    files: SecurityFiles, addresses: Sequence[str], *, plain_tokens: bool = False, masters: Sequence[str] = ()
-) -> SecurityFiles:
+def checked(files: SecurityFiles, addresses: Sequence[str], *, masters: Sequence[str] = ()) -> SecurityFiles:
     """Return ``files``, or raise :class:`ConfigError` that says what to do.
 
     ``addresses`` are those of HTTP and gRPC, where tokens are shown to this process; ``masters`` those that it shows
-    its own to. ``plain_tokens``: tokens may travel in clear.
+    its own to.
     """
     if (files.tokens is None) != (files.ticket_keys is None):
         there, missing = ("--tokens", "--ticket-keys") if files.ticket_keys is None else ("--ticket-keys", "--tokens")
@@ -29,7 +27,7 @@ def checked(
         raise ConfigError("--client-certs needs --tls-cert and --tls-key, and the clients' CA as --tls-ca")
     if masters and files.ticket_keys is not None and files.token_file is None and files.tls_cert is None:
         raise ConfigError("masters with tokens ask this node for its own: give it as --token-file")
-    if plain_tokens:
+    if files.plain_tokens:
         return files
     if files.tokens is not None and files.tls_cert is None and not all(map(is_loopback, addresses)):
         shown = next(each for each in addresses if not is_loopback(each))
