@@ -23,6 +23,7 @@ from kvstrata.cli import (
     traffic,
     why,
 )
+from kvstrata.cli.credentials import PoolGroup
 from kvstrata.cli.doctor.command import doctor
 from kvstrata.cli.output import Exit
 from kvstrata.cli.settings import PREFIX
@@ -30,6 +31,7 @@ from kvstrata.proto.errors import KVError
 
 app = typer.Typer(
     name="kvstrata",
+    cls=PoolGroup,
     help="A shared KV-cache pool for LLM serving.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
+from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask, tickets
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
 from kvstrata.cli.sizes import format_size, size_flag
 from kvstrata.proto.errors import InvalidArgument, KVError
@@ -68,10 +68,19 @@ def node_check(
         with ask(master) as admin:
             rows = _chosen(admin.nodes(), nodes or [])
 
-        def check(row: control.NodeRow) -> dict[str, Any]:
-            return check_node(row.channel, scrub=scrub, scrub_bytes=scrub_bytes, bytes_per_second=rate, seconds=timeout)
+        with tickets(master) as shown:
 
-        checked = _all(rows, check)
+            def check(row: control.NodeRow) -> dict[str, Any]:
+                return check_node(
+                    row.channel,
+                    scrub=scrub,
+                    scrub_bytes=scrub_bytes,
+                    bytes_per_second=rate,
+                    seconds=timeout,
+                    tickets=shown,
+                )
+
+            checked = _all(rows, check)
         if as_json:
             print_json([each.as_json() for each in checked])
         else:

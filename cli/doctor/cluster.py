@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstrata.cli.doctor.nodes import node
-from kvstrata.cli.doctor.reach import CALL_S, greet, http, near, same_version
+from kvstrata.cli.doctor.reach import CALL_S, greet, http, near, same_version, who_may_call
 from kvstrata.cli.doctor.rows import Check, Row, Verdict
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
-from kvstrata.proto.errors import KVError, Refused
+from kvstrata.proto.errors import Forbidden, KVError, Refused, Unauthenticated
 from kvstrata.transfer.identity import SOFTWARE
+from kvstrata.transfer.security.tickets import TicketSource
 
 BOUND_S: Final = 15.0
 
@@ -53,14 +54,16 @@ def _other_masters(admin: AdminClient, found: Roster) -> None:
             found.masters.append(row.channel)
 
 
-def checks(found: Roster, *, round_trip: bool) -> list[Check]:
-    """Every master and every node; ``round_trip`` stores, loads and removes blocks on each node."""
+def checks(found: Roster, *, round_trip: bool, tickets: TicketSource | None = None) -> list[Check]:
+    """Every master and every node; ``round_trip`` stores, loads and removes blocks on each node. ``tickets``: what to
+    prove to nodes."""
+    addresses = ",".join(found.masters)
     masters = [
         Check("masters", address, lambda address=address: master(address), BOUND_S)  # type: ignore[misc]
         for address in found.masters
     ]
     nodes = [
-        Check("nodes", row.node_id, lambda row=row: node(row, round_trip), BOUND_S)  # type: ignore[misc]
+        Check("nodes", row.node_id, lambda row=row: node(row, round_trip, tickets, addresses), BOUND_S)  # type: ignore[misc]
         for row in found.nodes.values()
     ]
     return [*masters, *nodes, Check("cluster", "nodes and clients", lambda: who_is_there(found))]
@@ -81,6 +84,7 @@ def master(address: str) -> Iterator[Row]:
         return
     yield near("masters", f"{address}: channel", ping_s, "leads" if hello.leading else "")
     yield from same_version("masters", address, hello.software)
+    yield who_may_call("masters", address, address, hello)
     yield from _grpc(address)
     yield from http("masters", address, hello.http)
 
@@ -92,6 +96,10 @@ def _grpc(address: str) -> Iterator[Row]:
             began = time.monotonic()
             report = admin.health()
             took_s = time.monotonic() - began
+    except (Unauthenticated, Forbidden) as error:
+        advice = "give a token that may look: --token-file, or KVSTRATA_TOKEN_FILE"
+        yield Row("masters", what, Verdict.PROBLEM, str(error), advice)
+        return
     except KVError as error:
         advice = "is the port open between here and there? nodes need it to attach"
         yield Row("masters", what, Verdict.PROBLEM, str(error), advice)

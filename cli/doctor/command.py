@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli.masters import DEFAULT_MASTER, Json
+from kvstrata.cli.masters import DEFAULT_MASTER, Json, tickets
 from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
 from kvstrata.cli.sizes import addresses_flag, size_flag
 
 if TYPE_CHECKING:
     from kvstrata.cli.doctor.rows import Check, Row
+    from kvstrata.transfer.security.tickets import TicketSource
 
 
 def doctor(
@@ -38,7 +40,8 @@ def doctor(
     with expected_errors():
         from kvstrata.cli.doctor.rows import Verdict, run
 
-        rows = run(_checks(master, ssd or [], listen, round_trip, dram))
+        with tickets(master) if master else nullcontext() as shown:
+            rows = run(_checks(master, ssd or [], listen, round_trip, dram, shown))
         problems = sum(row.verdict is Verdict.PROBLEM for row in rows)
         if as_json:
             print_json({"healthy": not problems, "rows": [row.as_json() for row in rows]})
@@ -47,7 +50,14 @@ def doctor(
         raise typer.Exit(Exit.FAILED if problems else Exit.OK)
 
 
-def _checks(master: str | None, ssd: list[Path], listen: str | None, round_trip: bool, dram: int | None) -> list[Check]:
+def _checks(
+    master: str | None,
+    ssd: list[Path],
+    listen: str | None,
+    round_trip: bool,
+    dram: int | None,
+    shown: TicketSource | None,
+) -> list[Check]:
     from kvstrata.cli.doctor import cluster, disk, gpu, machine, ports, rails
 
     here = [*machine.checks(), *rails.checks(dram), *gpu.checks()]
@@ -56,7 +66,7 @@ def _checks(master: str | None, ssd: list[Path], listen: str | None, round_trip:
         checks.extend(disk.checks(path))
     if master is None:
         return [*checks, _no_cluster()]
-    return [*checks, *cluster.checks(cluster.roster(master.split(",")), round_trip=round_trip)]
+    return [*checks, *cluster.checks(cluster.roster(master.split(",")), round_trip=round_trip, tickets=shown)]
 
 
 def _no_cluster() -> Check:

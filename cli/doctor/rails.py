@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvstrata.cli.doctor.round_trip import tried
 from kvstrata.cli.doctor.rows import Check, Row, Verdict
+from kvstrata.cli.masters import tickets
 from kvstrata.cli.sizes import format_size
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ConfigError, KVError
@@ -25,6 +26,7 @@ from kvstrata.transfer.rdma.found import HERE, Places, choose, cma_problem, find
 from kvstrata.transfer.rdma.owner import open_engine
 from kvstrata.transfer.rdma.rails import Device, RailMode, RailOptions
 from kvstrata.transfer.rdma.transport import RdmaTransport
+from kvstrata.transfer.security.tickets import TicketSource
 
 #: NIXL brings its own libraries, which may hang or end the process they are in: it is tried in another one.
 CHILD_S: Final = 12.0
@@ -139,8 +141,11 @@ def _plugins() -> list[str]:
 # ---------------------------------------------------------------- a node
 
 
-def of_node(endpoint: Endpoint, hello: pb.HelloOk, health: dict[str, Any], *, round_trip: bool) -> Iterator[Row]:
-    """Open rails to it, as a client does: both sides read known bytes of each other first."""
+def of_node(
+    endpoint: Endpoint, hello: pb.HelloOk, health: dict[str, Any], *, round_trip: bool, masters: str = ""
+) -> Iterator[Row]:
+    """Open rails to it, as a client does: both sides read known bytes of each other first. ``masters``: where the
+    process that does it gets a ticket, if the caller shows a token."""
     what = f"{endpoint.node_id}: rdma"
     said: dict[str, Any] = health.get("rails") or {}
     if not hello.rails:
@@ -158,6 +163,7 @@ def of_node(endpoint: Endpoint, hello: pb.HelloOk, health: dict[str, Any], *, ro
         yield Row("nodes", what, Verdict.WARNING, f"the node has rails ({hello.rails}), and here: {error}", MEANWHILE)
         return
     asked = {"endpoint": asdict(endpoint), "mode": mode.value, "backend": backend, "round_trip": round_trip}
+    asked["masters"] = masters
     told = _child(_TRIES_NODE, json.dumps(asked))
     if problem := told.get("problem"):
         yield Row("nodes", what, Verdict.PROBLEM, problem, f"see docs/transport.md; {MEANWHILE}")
@@ -170,13 +176,14 @@ def say_node(asked: str) -> None:
     """The child's part: print rows as JSON."""
     given = json.loads(asked)
     options = RailOptions(mode=RailMode(given["mode"]), backend=given["backend"])
-    rows = _tried_node(Endpoint(**given["endpoint"]), options, round_trip=given["round_trip"])
+    with tickets(given["masters"]) as shown:
+        rows = _tried_node(Endpoint(**given["endpoint"]), options, shown, round_trip=given["round_trip"])
     print(json.dumps({"rows": [row.as_json() for row in rows]}))
 
 
-def _tried_node(endpoint: Endpoint, options: RailOptions, *, round_trip: bool) -> list[Row]:
+def _tried_node(endpoint: Endpoint, options: RailOptions, shown: TicketSource | None, *, round_trip: bool) -> list[Row]:
     what = f"{endpoint.node_id}: rdma"
-    transport = RdmaTransport(Identity.new("client", "kvstrata doctor"), options, only=True)
+    transport = RdmaTransport(Identity.new("client", "kvstrata doctor", shown), options, only=True)
     peer = transport.connect(endpoint)
     try:
         began = time.monotonic()

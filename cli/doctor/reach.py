@@ -5,16 +5,18 @@ from __future__ import annotations
 import email.utils
 import statistics
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Final
 
 from kvstrata.cli.doctor.rows import Row, Verdict
+from kvstrata.client.security.credentials import Credentials, host_of, is_loopback
+from kvstrata.client.security.https import request
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import KVError, Unauthenticated
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import SOFTWARE, Identity
+from kvstrata.transfer.security.tickets import TicketSource
 
 CALL_S: Final = 2.0
 PINGS: Final = 9
@@ -22,6 +24,9 @@ PINGS: Final = 9
 SKEW_S: Final = 2.0
 #: A round trip that takes longer is far for blocks, and near silence for a client.
 FAR_S: Final = 0.05
+DAY_S: Final = 86_400.0
+#: A certificate that ends within so many days is a warning.
+SOON_DAYS: Final = 14
 
 
 def greet(address: str) -> tuple[pb.HelloOk, float]:
@@ -36,13 +41,20 @@ def greet(address: str) -> tuple[pb.HelloOk, float]:
 
 
 class connected:
-    """A connection for a few calls."""
+    """A connection for a few calls; without ``tickets`` a secured daemon answers pings alone."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tickets: TicketSource | None = None) -> None:
         self._address = address
+        self._identity = Identity.new("admin", tickets=tickets)
 
     def __enter__(self) -> Connection:
-        self._connection = Connection.open(self._address, Identity.new("admin"), silence_s=CALL_S, connect_s=CALL_S)
+        self._connection = Connection.open(
+            self._address,
+            self._identity,
+            silence_s=CALL_S,
+            connect_s=CALL_S,
+            hello_only=self._identity.tickets is None,
+        )
         return self._connection
 
     def __exit__(self, *_: object) -> None:
@@ -63,29 +75,52 @@ def same_version(area: str, what: str, software: str) -> Iterator[Row]:
         yield Row(area, f"{what}: version", Verdict.WARNING, found, "upgrade the older one")
 
 
+def who_may_call(area: str, name: str, address: str, hello: pb.HelloOk) -> Row:
+    """Whether the channel at ``address`` asks for tickets, and what that means where it can be reached."""
+    what = f"{name}: tickets"
+    if hello.challenge:
+        return Row(area, what, Verdict.OK, "the channel asks for a ticket")
+    if is_loopback(host_of(address)):
+        return Row(area, what, Verdict.NOT_APPLICABLE, "off: reached from this host alone")
+    advice = "tickets and tokens: docs/security.md; until then let nobody else reach the ports"
+    return Row(area, what, Verdict.WARNING, f"off: whoever reaches {address} can read and write", advice)
+
+
 def http(area: str, name: str, endpoint: str) -> Iterator[Row]:
     """Is it served, and does its wall clock agree with ours?"""
     what = f"{name}: HTTP"
     if not endpoint:
         yield Row(area, what, Verdict.NOT_APPLICABLE, "none")
         return
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     began = time.time()
     try:
-        with opener.open(f"http://{endpoint}/healthz", timeout=CALL_S) as answer:
-            status, date = answer.status, answer.headers.get("Date", "")
-    except urllib.error.HTTPError as error:
-        status, date = error.code, error.headers.get("Date", "")
-        error.close()
-    except OSError as error:
-        advice = "is the port open? metrics and health are read there"
-        yield Row(area, what, Verdict.WARNING, f"{endpoint}: {getattr(error, 'reason', error)}", advice)
+        answer = request(
+            Credentials.given(), "GET", endpoint, "/healthz", deadline=time.monotonic() + CALL_S, shows_token=False
+        )
+    except Unauthenticated as error:
+        yield Row(area, what, Verdict.PROBLEM, str(error), "see docs/security.md on certificates")
         return
+    except KVError as error:
+        advice = "is the port open? metrics and health are read there"
+        yield Row(area, what, Verdict.WARNING, str(error), advice)
+        return
+    status, date = answer.status, answer.headers.get("Date", "")
     if status == 200:
         yield Row(area, what, Verdict.OK, f"{endpoint} answers")
     else:
         yield Row(area, what, Verdict.PROBLEM, f"{endpoint}/healthz answers {status}", "its body says why")
+    yield from certificate(area, name, answer.certificate_ends, began)
     yield from skew(area, name, date, began, time.time())
+
+
+def certificate(area: str, name: str, ends: float | None, now: float) -> Iterator[Row]:
+    """``ends`` and ``now`` in Unix seconds; None: no TLS."""
+    if ends is None:
+        return
+    days = (ends - now) / DAY_S
+    verdict = Verdict.OK if days > SOON_DAYS else Verdict.WARNING
+    advice = "" if days > SOON_DAYS else "replace its files: they are read again without a restart"
+    yield Row(area, f"{name}: certificate", verdict, f"good for {days:.0f} more days", advice)
 
 
 def skew(area: str, name: str, date: str, began: float, ended: float) -> Iterator[Row]:

@@ -18,11 +18,12 @@ ANSWER_BYTES_MAX: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``body`` is whole, and at most ``ANSWER_BYTES_MAX``."""
+    """``body`` is whole, and at most ``ANSWER_BYTES_MAX``. ``certificate_ends``: Unix seconds; None without TLS."""
 
     status: int
     headers: Message
     body: bytes
+    certificate_ends: float | None = None
 
 
 def request(
@@ -52,6 +53,7 @@ def request(
     connection = _connection(credentials, host, int(endpoint.rpartition(":")[2]), named or host, left)
     try:
         connection.request(method, path, headers=headers)
+        ends = _ends(connection.sock)
         answer = connection.getresponse()
         body = answer.read(ANSWER_BYTES_MAX + 1)
     except ssl.SSLCertVerificationError as error:
@@ -65,7 +67,7 @@ def request(
         connection.close()
     if len(body) > ANSWER_BYTES_MAX:
         raise Unavailable(f"{endpoint}{path} answers with more than {ANSWER_BYTES_MAX} bytes")
-    return Answer(answer.status, answer.headers, body)
+    return Answer(answer.status, answer.headers, body, ends)
 
 
 def _connection(
@@ -91,6 +93,11 @@ class _Tls(http.client.HTTPConnection):
         except BaseException:
             plain.close()
             raise
+
+
+def _ends(sock: object) -> float | None:
+    found = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
+    return float(ssl.cert_time_to_seconds(str(found["notAfter"]))) if found else None
 
 
 def _reason(error: Exception, credentials: Credentials) -> str:
