@@ -100,6 +100,7 @@ class Master:
         if self.key_file is not None:
             self.views.troubles.append(self._key_problems)
         self.views.security = self.security
+        self.views.channel_counts = self.server.counts
         self.index = IndexServices(self.hub, self.server.sessions, self.loops, config.index)
         self.hub.metrics.registry.register(self.index)
         self.views.troubles.append(self.index.problems)

@@ -23,7 +23,7 @@ from kvstrata.master.views import Views
 from kvstrata.proto import control_pb2 as control
 from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
 from kvstrata.transfer.security.http_guard import rights_in
-from kvstrata.transfer.security.metrics import security_metrics
+from kvstrata.transfer.security.metrics import channel_metrics, security_metrics
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.timings import seconds_family
 from kvstrata.transfer.traces import trace_facts
@@ -88,6 +88,7 @@ class _StateCollector(Collector):
         yield from replication_metrics(self._hub)
         if self._views.security is not None:
             yield from security_metrics("kvstrata_master", self._views.security)
+        yield from channel_metrics("kvstrata_master", self._views.channel_counts)
 
     def _calls(self) -> Iterable[Metric]:
         timings, traces = self._views.timings, self._views.traces

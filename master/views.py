@@ -29,6 +29,7 @@ class Views:
     def __init__(self, hub: Hub, sessions: Mapping[bytes, Session], loops: Loops) -> None:
         self.troubles: list[Callable[[], list[str]]] = []  #: what else may be a problem
         self.security: Security | None = None  #: who is let in; None: everybody
+        self.channel_counts: Mapping[str, int] = {}  #: what the channel has refused, and why
         #: Seconds of what clients ask; and this process's tracing, where there is any.
         self.timings: Timings | None = None
         self.traces: OtlpTracing | None = None

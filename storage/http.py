@@ -17,7 +17,7 @@ from kvstrata.storage.report import Device, NodeReport
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
 from kvstrata.transfer.security.http_guard import HttpGuard, rights_in
-from kvstrata.transfer.security.metrics import security_metrics
+from kvstrata.transfer.security.metrics import channel_metrics, security_metrics
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.timings import seconds_family
 from kvstrata.transfer.web import WebServer
@@ -106,6 +106,7 @@ class NodeCollector(Collector):
         yield ages
         if self._report.security is not None:
             yield from security_metrics("kvstrata_node", self._report.security)
+        yield from channel_metrics("kvstrata_node", self._report.channel_counts)
         problems = len(self._report.problems())
         yield GaugeMetricFamily("kvstrata_node_problems", "what health complains of", value=problems)
 

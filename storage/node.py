@@ -188,6 +188,7 @@ class StorageNode:
         served = {**handlers.handlers(), **checks.handlers()}
         self.server = ChannelServer(served, self._hello, handlers.session_ended, self.loops, self.admission)
         self.server.refused_versions = self.report.refused_versions
+        self.report.channel_counts = self.server.counts
         self._ends.append(lambda: self.loops.stop(STOP_S))
         self._trace()
         if self.ssd is not None:

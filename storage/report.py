@@ -98,6 +98,8 @@ class NodeReport:
         self.no_rails = ""
         #: Who is let in; None: everybody.
         self.security: Security | None = None
+        #: What the channel has refused, and why.
+        self.channel_counts: Mapping[str, int] = {}
         self._commands = commands
         self._wanted = WantedBook()
         self._state = state

@@ -26,8 +26,10 @@ from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
 from kvstrata.proto.errors import (
     Closed,
     FingerprintMismatch,
+    Forbidden,
     ForbiddenSalt,
     KVError,
+    Unauthenticated,
     VersionMismatch,
 )
 from kvstrata.proto.logs import get_logger
@@ -45,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint8]
 
 #: Refusals that concern every block of this engine, not one job's.
-_ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Closed)
+_ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Unauthenticated, Forbidden, Closed)
 
 
 class Pool:
@@ -227,7 +229,7 @@ class Pool:
                 log.warning("the pool takes no blocks of this engine", group=group, reason=text, rank=self._rank)
             return
         log.warning("pool refused a call", call=what, group=group, reason=text)
-        if isinstance(error, _ALL_REFUSED):
+        if isinstance(error, _ALL_REFUSED) and not isinstance(error, ForbiddenSalt):
             self._ended(Verdict.REFUSED, text)
 
     def _ended(self, verdict: Verdict, reason: str) -> None:
@@ -266,7 +268,10 @@ class Pool:
 
     def _probe(self) -> str:
         """Why the pool cannot be used now, or an empty string; raises :class:`KVError` likewise."""
-        client = self._attachment.complete()
+        try:
+            client = self._attachment.complete()
+        except ForbiddenSalt as error:  # of a namespace: nothing of this engine's can be pooled
+            return f"{type(error).__name__}: {error}"
         salt, wanted, group = self._last
         namespace = self._attachment.namespace(group) or self._attachment.any_namespace()
         if namespace is None:

@@ -23,6 +23,9 @@ from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.security.tickets import CHALLENGE_BYTES, expired, verify
 
+#: Why frames and peers are refused: what :attr:`Admission.counts` has.
+REFUSALS: Final = ("unauthenticated", "expired", "forbidden", "throttled")
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -66,8 +69,8 @@ NEEDS: Final[Mapping[int, Need]] = {
 
 
 class Admission:
-    """Of one process. ``key_file`` None: tickets are off. ``counts`` get ``unauthenticated``, ``expired``,
-    ``forbidden`` and ``throttled``. ``clock`` gives Unix seconds. Thread-safe."""
+    """Of one process. ``key_file`` None: tickets are off. ``counts`` get :data:`REFUSALS`. ``clock`` gives
+    Unix seconds. Thread-safe."""
 
     def __init__(
         self, key_file: KeyFile | None = None, bounds: Bounds = USUAL, clock: Callable[[], float] = time.time

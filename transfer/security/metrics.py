@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvstrata.transfer.security.admission import REFUSALS
 from kvstrata.transfer.security.opened import Security
+
+
+def channel_metrics(prefix: str, counts: Mapping[str, int]) -> Iterable[Metric]:
+    """Of an :class:`Admission`."""
+    refused = CounterMetricFamily(f"{prefix}_channel_refused", "Frames and peers refused, by reason", labels=["reason"])
+    for reason in REFUSALS:
+        refused.add_metric([reason], counts.get(reason, 0))
+    yield refused
 
 
 def security_metrics(prefix: str, security: Security) -> Iterable[Metric]:
