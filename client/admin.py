@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -32,9 +32,9 @@ from kvstrata.transfer.security.grpc_security import open_channel
 CALL_S: Final = 5.0
 MESSAGE_BYTES_MAX: Final = 64 << 20
 #: Calls that change nothing begin with one of these: what one master does not answer, another may.
-_QUESTIONS: Final = ("Health", "List", "Explain")
+_QUESTIONS: Final = ("Health", "List", "Explain", "Route")
 #: Calls about the very master that is asked.
-_OWN: Final = frozenset({"Health", "ListClients", "ListMasters"})
+_OWN: Final = frozenset({"Health", "ListClients", "ListMasters", "Route"})
 #: How the text of a :class:`NotLeader` begins, where nothing was changed.
 _NOT_LEADER: Final = "this master does not lead"
 
@@ -64,6 +64,10 @@ class _Link:
         except grpc.RpcError as error:
             raise self._meaning(error, time.monotonic() - started) from error
 
+    def watch(self, query: control.IndexQuery, timeout_s: float) -> IndexStream:
+        shown = tuple(self._credentials.bearer().items())
+        return IndexStream(self._stub.WatchIndex(query, timeout=timeout_s, metadata=shown), self._meaning)
+
     def _meaning(self, error: grpc.RpcError, took_s: float) -> KVError:
         code = error.code() if isinstance(error, grpc.Call) else None
         text = error.details() if isinstance(error, grpc.Call) else str(error)
@@ -92,6 +96,25 @@ class _Link:
 
     def close(self) -> None:
         self._channel.close()
+
+
+class IndexStream:
+    """Messages of one ``WatchIndex`` call, to be iterated once. Ends quietly at its time, or when cancelled."""
+
+    def __init__(self, call: Any, meaning: Callable[[grpc.RpcError, float], KVError]) -> None:
+        self._call = call
+        self._meaning = meaning
+
+    def __iter__(self) -> Iterator[control.IndexMessage]:
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            if self._call.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+                raise self._meaning(error, 0.0) from error
+
+    def cancel(self) -> None:
+        """End it, from any thread."""
+        self._call.cancel()
 
 
 def _channel(endpoint: str, credentials: Credentials, named: str) -> grpc.Channel:
@@ -288,6 +311,41 @@ class AdminClient:
                 unknown = unknown or InvalidArgument(f"request {request!r} is not known; and {error}")
         assert unknown is not None
         raise unknown
+
+    # ------------------------------------------------------------------ for routers
+
+    def route(
+        self,
+        spec: pb.NamespaceSpec,
+        salt: str,
+        hashes: bytes,
+        *,
+        loads: Mapping[str, float] | None = None,
+        engines: Sequence[str] = (),
+    ) -> control.RouteAnswer:
+        """Who has most of a chain of blocks (``hashes`` packed), engines and nodes, best first.
+
+        ``loads``: how busy engines are, 0 to 1, as far as you know. ``engines``: rank these only.
+        """
+        query = control.RouteQuery(spec=spec, salt=salt, hashes=hashes, loads=dict(loads or {}), engines=engines)
+        return self._call(control.RouteAnswer, "Route", query)
+
+    def watch_index(
+        self,
+        *,
+        groups: Sequence[str] = (),
+        salts: Sequence[str] = (),
+        epoch: int = 0,
+        sequence: int = 0,
+        timeout_s: float = 30.0,
+    ) -> IndexStream:
+        """The directory of the first master that answers, then its changes, for ``timeout_s``.
+
+        ``epoch`` and ``sequence`` of the last message go on from there. See
+        :class:`kvstrata.client.index_watch.IndexWatch`, which keeps a copy.
+        """
+        query = control.IndexQuery(groups=groups, salts=salts, epoch=epoch, sequence=sequence)
+        return self._first.watch(query, timeout_s)
 
     # ------------------------------------------------------------------ calls
 

@@ -98,7 +98,7 @@ def _engine_metrics(engines: EngineEvents) -> Iterable[Metric]:
     ):
         gauge = GaugeMetricFamily(f"kvstrata_master_engine_{name}", text, labels=["engine"])
         for state in states:
-            gauge.add_metric([state.name], value(state))  # type: ignore[no-untyped-call]
+            gauge.add_metric([state.name], value(state))
         yield gauge
     counter = CounterMetricFamily(
         "kvstrata_master_engine_events", "What became of engines' batches of events", labels=["engine", "what"]

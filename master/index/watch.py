@@ -13,10 +13,10 @@ from typing import Final
 
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.hub import Hub
+from kvstrata.master.index.converters import change_message, table_message
 from kvstrata.master.index.following import Follower, following
 from kvstrata.master.index.log import Entry, Kind, matching
 from kvstrata.master.index.scan import scan
-from kvstrata.master.messages import NodeFacts
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import Busy, Forbidden, InvalidArgument
 from kvstrata.transfer.security.rights import Rights
@@ -102,7 +102,7 @@ class Watchers:
                 time.sleep(GATHER_S)
 
     def _message(self, names: _Names, sequence: int, entries: Iterable[Entry]) -> control.IndexMessage:
-        changes = [change for entry in entries if (change := names.change(entry)) is not None]
+        changes = [change for entry in entries if (change := change_message(entry, names.table)) is not None]
         return control.IndexMessage(epoch=self.epoch, sequence=sequence, changes=changes)
 
     @contextmanager
@@ -132,20 +132,7 @@ class _Names:
             group = self._follower.group(key.group)
             if len(self._tables) >= REMEMBERED_MAX:
                 self._tables.clear()
-            self._tables[key] = (
-                None
-                if group is None
-                else control.IndexTable(
-                    group=group.name,
-                    epoch=group.epoch,
-                    shard=key.shard,
-                    shard_count=group.shard_count,
-                    salt=key.salt,
-                    hash_bytes=group.hash_bytes,
-                    block_tokens=group.block_tokens,
-                    block_bytes=group.block_bytes,
-                )
-            )
+            self._tables[key] = None if group is None else table_message(key, group)
         return self._tables[key]
 
     def filter(self, query: control.IndexQuery, rights: Rights) -> Wanted:
@@ -168,23 +155,6 @@ class _Names:
             return answer
 
         return wanted
-
-    def change(self, entry: Entry) -> control.IndexChange | None:
-        change = control.IndexChange(kind=entry.kind, slot=entry.slot, tier=entry.tier, hashes=entry.hashes)  # type: ignore[arg-type]
-        if entry.table is not None:
-            table = self.table(entry.table)
-            if table is None:
-                return None
-            change.table.CopyFrom(table)
-        if entry.nodes is not None:
-            change.nodes.extend(_node(slot, facts) for slot, facts in entry.nodes.items())
-        return change
-
-
-def _node(slot: int, facts: NodeFacts) -> control.IndexNode:
-    return control.IndexNode(
-        slot=slot, node_id=facts.node_id, incarnation=facts.incarnation, boot_id=facts.boot_id, host=facts.host
-    )
 
 
 def _may_touch(rights: Rights, salt: str, group: str) -> bool:
