@@ -92,7 +92,10 @@ def test_a_certificate_stands_for_a_token(tmp_path: Path) -> None:
         (f"- {{name: a, sha256: {HASH}, role: client, salts: ['*'], reset: 1}}", "row 1 .*reset"),
         (f"- {{name: a, sha256: {HASH}, role: read, rolle: x}}", "row 1 .*unknown key 'rolle'"),
         (f"- {{name: a, sha256: {HASH}, role: read}}\n- {{name: b, sha256: {HASH}, role: read}}", "row 2 .*same token"),
-        (f"- {{name: a, sha256: {HASH}, role: read}}\n- {{name: a, certificate: b, role: read}}", "row 2 .*'a' is taken"),
+        (
+            f"- {{name: a, sha256: {HASH}, role: read}}\n- {{name: a, certificate: b, role: read}}",
+            "row 2 .*'a' is taken",
+        ),
         ("\x00\xff", "not YAML"),
     ],
 )
