@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstrata.cli import (
+    auth,
     bench,
     block,
     daemons,
@@ -18,6 +19,7 @@ from kvstrata.cli import (
     namespace,
     node_check,
     replicas,
+    route,
     serve,
     tenant,
     traffic,
@@ -52,7 +54,9 @@ app.add_typer(replicas.replicas, name="replicas")
 app.add_typer(tenant.tenant, name="tenant")
 app.add_typer(namespace.namespace, name="namespace")
 app.add_typer(block.block, name="block")
+app.add_typer(auth.auth, name="auth")
 app.command()(why.why)
+app.command()(route.route)
 app.command()(bench.bench)
 app.command()(traffic.replay)
 app.command()(traffic.demo)

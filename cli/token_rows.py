@@ -1,0 +1,82 @@
+"""The rows of a token file as they are written: added, listed, taken away; each result is read back by the servers' own
+reader before it replaces the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from kvstrata.cli.secret_files import write_secret
+from kvstrata.proto.errors import ConfigError, InvalidArgument
+from kvstrata.transfer.security.rights import Role
+from kvstrata.transfer.security.tokens import TokenFile, digest, new_token
+
+_HEADER: Final = (
+    "# Who may call: hashes of tokens, roles, and what each may touch. Read again when it changes.\n"
+    "# kvstrata auth token add, list, remove.\n"
+)
+
+Row = dict[str, Any]
+
+
+def row_of(
+    name: str,
+    role: Role,
+    salts: Sequence[str],
+    groups: Sequence[str],
+    *,
+    reset: bool = False,
+    certificate: str = "",
+) -> tuple[Row, str]:
+    """(a row, the token that goes with it: "" where a certificate does)."""
+    token = "" if certificate else new_token()
+    row: Row = {"name": name, "role": role.value}
+    row |= {"certificate": certificate} if certificate else {"sha256": digest(token)}
+    if role is Role.CLIENT:
+        row["salts"] = list(salts) or ["*"]
+        row["groups"] = list(groups) or ["*"]
+        row |= {"reset": True} if reset else {}
+    elif salts or groups or reset:
+        raise InvalidArgument(f"--salt, --group and --reset are for the role client: {role.value} touches all or none")
+    return row, token
+
+
+def add(path: Path, row: Row) -> None:
+    """Raises :class:`ConfigError` when a row of this name is there."""
+    rows = read(path) if path.exists() else []
+    if any(each.get("name") == row["name"] for each in rows):
+        raise ConfigError(f"{path} has a row {row['name']!r} already: remove it first, or choose another name")
+    write(path, [*rows, row])
+
+
+def remove(path: Path, name: str) -> None:
+    """Raises :class:`ConfigError` when there is none, and for the last one."""
+    rows = read(path)
+    kept = [each for each in rows if each.get("name") != name]
+    if len(kept) == len(rows):
+        raise ConfigError(f"{path} has no row {name!r}: there are {', '.join(str(each.get('name')) for each in rows)}")
+    if not kept:
+        raise ConfigError(f"{name!r} is the last row of {path}: nobody could call any more")
+    write(path, kept)
+
+
+def read(path: Path) -> list[Row]:
+    """Raises :class:`ConfigError` for what a server would not take."""
+    TokenFile(path)
+    return list(yaml.safe_load(path.read_text()))
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    text = _HEADER + yaml.safe_dump(list(rows), sort_keys=False)
+    trial = path.with_name(f".{path.name}.new")
+    write_secret(trial, text.encode())
+    try:
+        TokenFile(trial)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(trial), str(path))) from error
+    finally:
+        trial.unlink(missing_ok=True)
+    write_secret(path, text.encode())
