@@ -32,6 +32,7 @@ from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.traces import TraceOptions
 
 DRAM_BYTES_MIN = 8 << 20
+_ROUTING = "KV events and routing"
 
 Config = Annotated[
     Path | None,
@@ -60,6 +61,29 @@ def master(
         bool, typer.Option(help="Copy what one busy node is asked for most to a node that is less busy.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of placement, for runs that must repeat.")] = None,
+    kv_events: Annotated[
+        str,
+        typer.Option(
+            help="Publish KV events of the pool, as vLLM does of an engine's, here: tcp://HOST:PORT, or a port of "
+            "loopback.",
+            metavar="ENDPOINT",
+            rich_help_panel=_ROUTING,
+        ),
+    ] = "",
+    kv_events_replay: Annotated[
+        str, typer.Option(help="Send past events again, here.", metavar="ENDPOINT", rich_help_panel=_ROUTING)
+    ] = "",
+    kv_events_salts: Annotated[
+        bool, typer.Option("--kv-events-salts", help="Name tenants in events, not a hash.", rich_help_panel=_ROUTING)
+    ] = False,
+    engine_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=tcp://HOST:PORT[,replay=tcp://HOST:PORT]: an engine's KV events, for `kvstrata route`; again "
+            "for each engine.",
+            rich_help_panel=_ROUTING,
+        ),
+    ] = None,
     traces: Traces = "",
     traces_ratio: TracesRatio = 0.0,
     tokens: Tokens = None,
@@ -76,6 +100,8 @@ def master(
     with expected_errors():
         configure_logs(log_format, log_level)
         from kvstrata.master.daemon import MasterConfig, run
+        from kvstrata.master.index.engine_source import parse_engine
+        from kvstrata.master.index.services import IndexConfig
 
         files = SecurityFiles(
             tokens=tokens,
@@ -96,6 +122,12 @@ def master(
             state_password_file=state_password_file,
             advertise=advertise,
             hot_copies=hot_copies,
+            index=IndexConfig(
+                kv_events=kv_events,
+                kv_events_replay=kv_events_replay,
+                kv_events_salts=kv_events_salts,
+                engines=tuple(parse_engine(each) for each in engine_events or ()),
+            ),
             security=checked(files, (grpc, http)),
             traces=TraceOptions(traces, traces_ratio),
         )

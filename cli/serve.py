@@ -40,6 +40,7 @@ _MODEL = "Model"
 _CACHE = "The engine's own KV cache"
 _STEP = "Steps and ranks"
 _POOL = "Pool"
+_EVENTS = "KV events"
 
 
 def serve(
@@ -105,6 +106,20 @@ def serve(
         int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
     ] = 5_000,
     store: Annotated[bool, typer.Option(help="Store computed blocks in the pool.", rich_help_panel=_POOL)] = True,
+    kv_events: Annotated[
+        str,
+        typer.Option(
+            help="Publish KV events as vLLM does, here: tcp://HOST:PORT, or a port of loopback.",
+            metavar="ENDPOINT",
+            rich_help_panel=_EVENTS,
+        ),
+    ] = "",
+    kv_events_replay: Annotated[
+        str, typer.Option(help="Send past events again, here.", metavar="ENDPOINT", rich_help_panel=_EVENTS)
+    ] = "",
+    kv_events_topic: Annotated[
+        str, typer.Option(help="Topic of the events, as kv@NAME@MODEL.", rich_help_panel=_EVENTS)
+    ] = "",
     name: Annotated[str, typer.Option(help="The engine's name in logs and in the pool.", rich_help_panel=_POOL)] = "",
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
@@ -115,6 +130,7 @@ def serve(
         from kvstrata.engine_adapter.paged.config import (
             CacheConfig,
             EngineConfig,
+            KVEventsConfig,
             ModelConfig,
             PoolConfig,
             StepConfig,
@@ -147,6 +163,7 @@ def serve(
                 load_deadline_ms=load_deadline_ms,
                 store=store,
             ),
+            kv_events=KVEventsConfig(endpoint=kv_events, replay=kv_events_replay, topic=kv_events_topic),
             device=device.value,
             tensor_parallel=tensor_parallel,
             threads=threads,

@@ -8,10 +8,21 @@ import msgspec
 
 from kvstrata.engine_adapter.connector.config import LoadPolicy, PoolConfig
 from kvstrata.engine_adapter.hashing import HashAlgorithm
+from kvstrata.engine_adapter.paged.cache.published_events import KVEventsConfig
 from kvstrata.engine_adapter.paged.model.arrays import DEVICES, Device
 from kvstrata.proto.errors import InvalidArgument
 
-__all__ = ["CacheConfig", "Device", "Dtype", "EngineConfig", "LoadPolicy", "ModelConfig", "PoolConfig", "StepConfig"]
+__all__ = [
+    "CacheConfig",
+    "Device",
+    "Dtype",
+    "EngineConfig",
+    "KVEventsConfig",
+    "LoadPolicy",
+    "ModelConfig",
+    "PoolConfig",
+    "StepConfig",
+]
 
 Dtype = Literal["float32", "float16"]
 
@@ -51,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     step: StepConfig = StepConfig()
     pool: PoolConfig = PoolConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     device: Device = "cpu"
     tensor_parallel: int = 1
     threads: int = 1
@@ -76,6 +88,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise InvalidArgument(f"{name} is {value}: expected {low} to {high}")
         if self.device not in DEVICES:
             raise InvalidArgument(f"device is {self.device!r}: expected {' or '.join(DEVICES)}")
+        if self.kv_events.endpoint and not self.cache.enable_prefix_caching:
+            raise InvalidArgument("KV events tell of the prefix cache, and prefix caching is off")
+        if self.kv_events.replay and not self.kv_events.endpoint:
+            raise InvalidArgument("KV events are sent again only where they are published: name their endpoint")
         if self.cache.num_blocks == 1:
             raise InvalidArgument("num_blocks is 1: at least 2 (block 0 is the null block), or 0 to fill memory_bytes")
         return self

@@ -17,6 +17,7 @@ from typing import Final
 from kvstrata.engine_adapter.connector.base import BlockHolder, SchedulerSide
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.cache.kv_cache_manager import KVCacheManager
+from kvstrata.engine_adapter.paged.cache.published_events import PublishedEvents
 from kvstrata.engine_adapter.paged.config import EngineConfig
 from kvstrata.engine_adapter.paged.outputs import RequestOutput
 from kvstrata.engine_adapter.paged.ranks.executor import Executor, make_executor
@@ -62,7 +63,9 @@ class Engine:
             executor.kv_config,
             hash_block_size=hash_tokens,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            events=bool(config.kv_events.endpoint),
         )
+        self._published = PublishedEvents(config.kv_events) if config.kv_events.endpoint else None
         self.connector = connect(self.kv.pool) if connect is not None else None
         self.scheduler = Scheduler(
             config.step, self.kv, self.connector, max_model_len=executor.max_model_len, clock=clock
@@ -176,7 +179,12 @@ class Engine:
         output = self.scheduler.schedule()
         outputs = self.scheduler.update(output, self.executor.execute(output))
         self._runnable = self.scheduler.progressed
+        self._publish()
         return outputs
+
+    def _publish(self) -> None:
+        if self._published is not None:
+            self._published.publish(self.kv.take_events())
 
     def wait(self, timeout_s: float) -> None:
         """Return when a step may do something, when woken, or after ``timeout_s`` seconds."""
@@ -248,7 +256,13 @@ class Engine:
 
     def problems(self) -> list[str]:
         """What is wrong with the threads that load and store, as of the last step. The engine serves all the same."""
-        return self.connector.problems() if self.connector is not None else []
+        problems = self.connector.problems() if self.connector is not None else []
+        return problems + self._published.problems() if self._published is not None else problems
+
+    @property
+    def kv_events(self) -> dict[str, str]:
+        """Where KV events are published, for the ready line."""
+        return self._published.endpoints if self._published is not None else {}
 
     def story(self, request_id: str) -> list[Event]:
         """(seconds on the clock, what happened to the request), oldest first; bounded."""
@@ -262,6 +276,7 @@ class Engine:
         """
         if not self.kv.reset_prefix_cache():
             return False
+        self._publish()
         if reset_external and self.connector is not None:
             self.connector.reset()
             self._runnable = True
@@ -278,3 +293,5 @@ class Engine:
             self.executor.close()
             if self.connector is not None:
                 self.connector.close()
+            if self._published is not None:
+                self._published.close()

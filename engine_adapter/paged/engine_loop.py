@@ -68,6 +68,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_model_len = engine.max_model_len
         self.tokenizer: Tokenizer = engine.tokenizer
+        self.kv_events = engine.kv_events
         self._engine = engine
         self._clock = clock
         self._lock = threading.Lock()
