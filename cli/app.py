@@ -22,6 +22,7 @@ from kvstrata.cli import (
     route,
     serve,
     tenant,
+    top,
     traffic,
     why,
 )
@@ -45,6 +46,7 @@ app.command()(serve.serve)
 app.command()(dev_cluster.dev)
 app.command()(health.health)
 app.command()(leadership.masters)
+app.command()(top.top)
 app.command()(doctor)
 for command in (drain.drain, drain.undrain, drain.remove):
     health.node.command()(command)

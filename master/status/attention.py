@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ def attention(document: Document) -> list[dict[str, str]]:
     """Rows with ``severity``, ``kind``, ``text`` and ``do`` ("" where there is nothing to do), worst first."""
     found = [
         row
-        for rule in (_problems, _leader, _readiness, _nodes, _devices, _drains, _tenants, _hit_rate, _versions)
+        for rule in (_problems, _leader, _readiness, _nobody, _nodes, _devices, _drains, _tenants, _hit_rate, _versions)
         for row in _bounded(list(rule(document)))
     ]
     found.sort(key=lambda row: -Severity[row["severity"].upper()])
@@ -79,6 +80,16 @@ def _readiness(document: Document) -> Iterator[dict[str, str]]:
         )
 
 
+def _nobody(document: Document) -> Iterator[dict[str, str]]:
+    if not document["nodes"] and document["master"]["ready"]:
+        yield _row(
+            Severity.WARNING,
+            "nodes",
+            "no node has attached: nothing can be stored",
+            f"start one: kvstrata storage --master {document['master']['channel']} --dram 8GiB",
+        )
+
+
 def _nodes(document: Document) -> Iterator[dict[str, str]]:
     for node in document["nodes"]:
         name, state = node["node_id"], node["state"]
@@ -89,7 +100,7 @@ def _nodes(document: Document) -> Iterator[dict[str, str]]:
                 Severity.CRITICAL,
                 "node",
                 f"node {name} is missing",
-                f"start it again, or take it off the roster: kvstrata node remove {name}",
+                f"start it again, or take it off the roster: kvstrata node remove {shlex.quote(name)}",
             )
         elif state == "suspected":
             yield _row(Severity.WARNING, "node", f"node {name} does not answer: nothing is routed there", "see its log")

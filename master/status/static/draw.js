@@ -100,7 +100,8 @@ export function ago(seconds) {
   return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} d`;
 }
 
-export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
+/** A time as the reader's own clock shows it. */
+export const moment = (unix) => new Date(unix * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "medium" });
 
 // ---------------------------------------------------------------- pictures
 
