@@ -46,8 +46,8 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Every command with its options and defaults, as `--help` prints them. How values come from files and variables, "
-        "and what exit codes mean, is in [The command line](../cli.md).",
+        "Every command with its options and defaults, as `--help` prints them. How values come from files and "
+        "variables, and what exit codes mean, is in [The command line](../cli.md).",
         "",
         "| command | |",
         "|---|---|",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
+from enum import IntEnum
 
 #: Section -> module, and its public names (those of ``__all__`` where nothing is named here).
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "The client": ("kvstrata.client", ()),
+    "The client": ("kvstrata.client", ("Client",)),
+    "What it gives and takes": ("kvstrata.client", ()),
     "For asyncio": ("kvstrata.client.aio", ("AsyncClient",)),
     "Administration": ("kvstrata.client.admin", ("AdminClient",)),
     "vLLM": ("kvstrata.engine_adapter.vllm.settings", ("Settings", "read_settings")),
@@ -14,7 +17,9 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "An engine of your own": ("kvstrata.engine_adapter.connector.base", ()),
 }
 PROSE = {
-    "The client": "Import these from `kvstrata.client`. Values of `BlockStatus` and `Tier`: [on the wire](wire.md).",
+    "The client": "A first example is on [the first page](../index.md#use-it-from-python).",
+    "What it gives and takes": "Import these from `kvstrata.client`; also `BlockStatus` and `Tier`, whose values are "
+    "[here](wire.md).",
     "For asyncio": "The same calls, awaited.",
     "Administration": "What `kvstrata node`, `tenant`, `namespace`, `block` and `why` are made of, over gRPC. "
     "Messages are described in [gRPC](grpc.md).",
@@ -26,20 +31,24 @@ PROSE = {
 
 def objects() -> list[tuple[str, str]]:
     """(section, full name of the object), in order."""
-    found = []
+    found: list[tuple[str, str]] = []
+    seen: set[tuple[str, str]] = set()
     for section, (module, names) in SECTIONS.items():
         for name in names or public(module):
-            found.append((section, f"{module}.{name}"))
+            if (module, name) not in seen:
+                seen.add((module, name))
+                found.append((section, f"{module}.{name}"))
     return found
 
 
 def public(module: str) -> list[str]:
-    """``__all__``, or the public classes that the module defines."""
+    """Classes in ``__all__``, or the public ones that the module defines; enums have a page of their own."""
     loaded = importlib.import_module(module)
-    if hasattr(loaded, "__all__"):
-        return [name for name in loaded.__all__ if isinstance(getattr(loaded, name), type)]
-    classes = {name: each for name, each in vars(loaded).items() if isinstance(each, type) and name[0].isupper()}
-    return [name for name, each in classes.items() if each.__module__ == module]
+    names = getattr(loaded, "__all__", None) or [
+        name for name, each in vars(loaded).items() if name[0].isupper() and getattr(each, "__module__", "") == module
+    ]
+    classes = {name: getattr(loaded, name) for name in names}
+    return [name for name, each in classes.items() if isinstance(each, type) and not issubclass(each, IntEnum)]
 
 
 def python_page() -> str:
@@ -52,3 +61,9 @@ def python_page() -> str:
             section = name
         lines += [f"::: {path}", "    options:", "      heading_level: 3", ""]
     return "\n".join(lines)
+
+
+def without_roles(html: str) -> str:
+    """Docstrings are reStructuredText in a few places: drop the marks that Markdown does not know."""
+    html = re.sub(r":(?:class|meth|func|mod|attr|exc|data):(<code>)", r"\1", html)
+    return html.replace("<p>::</p>", "").replace("::</p>", ":</p>")

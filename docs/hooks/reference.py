@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
 
 PAGES = {
     "commands": commands.commands_page,
@@ -48,3 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, make in PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=make()))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mend what mkdocstrings makes of our docstrings."""
+    return python_api.without_roles(html) if page.file.src_uri == "reference/python.md" else html

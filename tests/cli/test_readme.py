@@ -45,6 +45,9 @@ def test_the_python_example_runs(pool: str) -> None:
 
 
 def test_links_lead_to_files_that_are_there() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    """Links between the pages of docs/ are checked where the site is built, with their anchors."""
+    page = ROOT / "README.md"
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert len(links) > 5
+    for link in links:
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
