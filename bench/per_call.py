@@ -30,6 +30,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.arena import dram_arena
+from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.serving.reads import ReadHandlers
 from kvstrata.storage.serving.writes import WriteHandlers
 from kvstrata.storage.state import NodeState
@@ -39,8 +40,10 @@ from kvstrata.transfer.server import Handler
 
 BLOCK_BYTES: Final = 64
 HASH_BYTES: Final = 16
-DRAM_BYTES: Final = 2 << 20
+DRAM_BYTES: Final = 8 << 20
 SLAB_BYTES: Final = 256 << 10
+#: Blocks that are there before anything is measured: what eviction samples of a small pool costs more a block.
+HELD: Final = 64 << 10
 COUNTS: Final = (1, 64, 1024)
 OPS: Final = ("reserve", "commit", "acquire", "release", "reserve again", "reserve, full", "abort")
 #: Calls of one kind that are timed together.
@@ -67,7 +70,7 @@ class Handlers:
     """A node without sockets: frames in, answers out."""
 
     def __init__(self) -> None:
-        self.state = NodeState(dram_arena(DRAM_BYTES, SLAB_BYTES))
+        self.state = NodeState(dram_arena(DRAM_BYTES, SLAB_BYTES), order=SegmentedOrder)
         self.handle = self.state.open_namespace(Namespace("bench", BLOCK_BYTES, 16, HASH_BYTES))[0]
         lock = threading.Lock()
         reads = ReadHandlers(self.state, lock, time.monotonic)
@@ -118,6 +121,8 @@ def timed(calls: list[Callable[[], bytes]]) -> tuple[float, list[bytes]]:
 
 def one_round(count: int, numbers: Iterator[int]) -> dict[str, float]:
     node, calls = Handlers(), CALLS[count]
+    for _ in range(HELD // 1024):
+        node.store(chain(next(numbers), 1024), 1024)
     chains = [chain(next(numbers), count) for _ in range(calls)]
     took = {}
 

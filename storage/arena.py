@@ -65,20 +65,21 @@ class Arena(Generic[G]):
         """0 when a block of that size can never be held."""
         return self.slabs[0].room_for(slot_bytes)[0] if self.slabs else 0
 
-    def allocate(self, slot_bytes: int, count: int) -> list[tuple[G, int]]:
-        """Up to ``count`` free slots, in ascending runs; fewer when nothing more is free.
+    def allocate(self, slot_bytes: int, count: int) -> list[tuple[G, list[int]]]:
+        """Up to ``count`` free slots, ascending within each grid; fewer when nothing more is free.
 
-        The caller enters a record for each by :meth:`occupy` before it does anything else.
+        The caller enters a record for each in its grid's ``blocks`` before it does anything else.
         """
-        slots: list[tuple[G, int]] = []
-        shaped = self._shaped.get(slot_bytes, {})
-        for slab in shaped.values():
+        slots: list[tuple[G, list[int]]] = []
+        for slab in self._shaped.get(slot_bytes, {}).values():
             if slab.free:
-                slots.extend((slab, slot) for slot in slab.take(count - len(slots)))
-                if len(slots) == count:
+                slots.append((slab, slab.take(count)))
+                count -= len(slots[-1][1])
+                if not count:
                     return slots
-        while len(slots) < count and (fresh := self._shape_one(slot_bytes)) is not None:
-            slots.extend((fresh, slot) for slot in fresh.take(count - len(slots)))
+        while count and (fresh := self._shape_one(slot_bytes)) is not None:
+            slots.append((fresh, fresh.take(count)))
+            count -= len(slots[-1][1])
         return slots
 
     def _shape_one(self, slot_bytes: int) -> G | None:
@@ -132,6 +133,12 @@ class Arena(Generic[G]):
         """A number no slot of this node has ever had."""
         self._generation += 1
         return self._generation
+
+    def next_generations(self, count: int) -> range:
+        """So many numbers that no slot of this node has ever had."""
+        first = self._generation + 1
+        self._generation += count
+        return range(first, first + count)
 
     def pass_generation(self, generation: int) -> None:
         """No number up to this one is given from here on: an earlier start may have used it."""

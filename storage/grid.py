@@ -7,6 +7,7 @@ both tiers.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,15 @@ class SlotGrid:
         taken.extend(range(self._fresh, self._fresh + more))
         self._fresh += more
         return taken
+
+    def renew(self, slots: Sequence[int], numbers: Sequence[int]) -> None:
+        """Give each of these slots, ascending, its new generation."""
+        first, last = slots[0], slots[-1]
+        if last - first == len(slots) - 1:
+            self.generations[first : last + 1] = array("Q", numbers)
+            return
+        for slot, number in zip(slots, numbers, strict=True):
+            self.generations[slot] = number
 
     def give_back(self, slot: int) -> None:
         """Free a slot; O(log slots)."""

@@ -35,6 +35,7 @@ SLABS_LOOKED_AT: Final = 8
 #: Blocks looked at, beyond what is wanted, for one with a copy below when all have others after them.
 COPIED_LOOKED_AT: Final = 4096
 
+_ROOM, _QUOTA, _LOWERED = Departure.ROOM, Departure.QUOTA, Departure.LOWERED
 _VERBS: Final = {
     Departure.ROOM: "evicted",
     Departure.QUOTA: "evicted for its own share",
@@ -117,8 +118,8 @@ class Inventory:
         sweep = SWEEP_AT_ADMISSION
         while len(blocks) < allowed:
             done = len(blocks)
-            slots = self.arena.allocate(slot_bytes, allowed - done)
-            self._enter(shelf, hashes[done:], indexes[done:], slots, blocks)
+            for slab, slots in self.arena.allocate(slot_bytes, allowed - done):
+                self._enter(shelf, hashes, indexes, slab, slots, blocks)
             if len(blocks) == allowed:
                 break
             if self._retired and sweep > 0:
@@ -135,21 +136,22 @@ class Inventory:
         shelf: Shelf,
         hashes: Sequence[bytes],
         indexes: Sequence[int],
-        slots: Sequence[tuple[SlotGrid, int]],
+        slab: SlotGrid,
+        slots: Sequence[int],
         blocks: list[Block],
     ) -> None:
-        if not slots:
-            return
-        arena = self.arena
-        for (slab, slot), key, index in zip(slots, hashes, indexes, strict=False):
-            generation = arena.next_generation()
-            slab.generations[slot] = generation
-            block = Block(shelf, key, slab, slot, generation, index)
-            slab.blocks[slot] = block
-            slab.pinned += 1
-            shelf.blocks[key] = block
-            blocks.append(block)
-        nbytes = len(slots) * self.slot_bytes(shelf.entry)
+        """Records for some slots of one slab, for the hashes after those that ``blocks`` has already."""
+        arena, done, count = self.arena, len(blocks), len(slots)
+        keys = hashes[done : done + count]
+        numbers = arena.next_generations(count)
+        slab.renew(slots, numbers)
+        rows = zip(keys, slots, numbers, indexes[done : done + count], strict=True)
+        fresh = [Block(shelf, key, slab, slot, generation, index) for key, slot, generation, index in rows]
+        slab.blocks.update(zip(slots, fresh, strict=True))
+        slab.pinned += count
+        shelf.blocks.update(zip(keys, fresh, strict=True))
+        blocks.extend(fresh)
+        nbytes = count * self.slot_bytes(shelf.entry)
         arena.bytes_used += nbytes
         self.policy.charge(shelf.salt, nbytes)
 
@@ -157,14 +159,13 @@ class Inventory:
         """Make blocks whose bytes are in place visible, all of one call."""
         if not blocks:
             return
+        stamp = self.policy.next_stamp()
         for block in blocks:
             assert block.state == IN_FLIGHT
             block.state = VISIBLE
             block.slab.pinned -= 1
-        stamp = self.policy.next_stamp()
-        self.policy.insert(blocks)
-        for block in blocks:
             block.born = stamp
+        self.policy.insert(blocks)
         self.visible += len(blocks)
         self.deltas.record(True, shelf, [block.hash for block in blocks], self.tier)
         self.story.tell(self.now, "committed", shelf, blocks)
@@ -186,7 +187,7 @@ class Inventory:
         if not shelf.retired:
             if not shelf.blocks:
                 del self.shelves[shelf.entry.handle, shelf.salt]
-            self.story.tell(self.now, verb, shelf, (block,))
+            self.story.tell_one(self.policy.now, verb, shelf, block)
         elif not shelf.blocks:
             del self._retired[shelf]
         if block.state == VISIBLE:
@@ -261,6 +262,21 @@ class Inventory:
             if not parent.children:
                 parent.child = child
             parent.children += 1
+
+    def link_all(self, shelf: Shelf, chain: Sequence[bytes], previous: bytes) -> None:
+        """:meth:`link` those of a chain that are here to the one before each; ``previous`` is before the first."""
+        get = shelf.blocks.get
+        before = get(previous) if previous else None
+        for key, block in zip(chain, map(get, chain), strict=True):
+            if block is not None:
+                if not block.before:
+                    block.before = previous
+                if before is not None and block.parent is None and before.index < block.index:
+                    block.parent = before
+                    if not before.children:
+                        before.child = block
+                    before.children += 1
+            before, previous = block, key
 
     # ------------------------------------------------------------------ shares
 
@@ -343,7 +359,7 @@ class Inventory:
             if victim is None:
                 missing = (wanted - freed) * slot_bytes
                 return freed + self._evict_copied(cause, missing, Departure.ROOM, before, slot_bytes) // slot_bytes
-            self._evict(victim, Departure.ROOM, cause)
+            self._evict(victim, _ROOM, cause)
             freed += 1
         return freed
 
@@ -388,13 +404,14 @@ class Inventory:
     def _evict(self, block: Block, why: Departure, cause: str) -> None:
         counts = self.counts
         counts.evicted += 1
-        if why == Departure.QUOTA:
+        if why is _QUOTA:
             counts.evicted_quota += 1
-        elif why == Departure.LOWERED:
+        elif why is _LOWERED:
             counts.evicted_lowered += 1
         if self.evicted is not None:
             self.evicted(block)
-        self.withdraw(block, _VERBS[why], block.hinted if block.stamp == HINTED else why, cause)
+        verb = "evicted" if why is _ROOM else _VERBS[why]
+        self.withdraw(block, verb, block.hinted if block.stamp == HINTED else why, cause)
 
     def coldest_blocks(self, limit: int) -> Iterator[Block]:
         """Up to ``limit`` blocks from the cold end of each queue in turn, for who wants to copy them elsewhere.
@@ -587,6 +604,7 @@ class Inventory:
         for block in everything:
             assert block.slab.blocks[block.slot] is block
             assert (block.state == VISIBLE) == (block.queue is not None), "the LRU holds what is visible"
+            assert block.row in (b"", block.made_row()), "readers are told of another slot"
             charged[block.shelf.salt] = charged.get(block.shelf.salt, 0) + block.slab.slot_bytes
             if block.parent is not None:
                 children[block.parent] = children.get(block.parent, 0) + 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import Departure
+from kvstrata.proto.status import SLOT_ROW, Departure
 from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
@@ -62,12 +62,13 @@ class Block:
     when it is not known any more. ``parked`` is set while
     the LRU has taken a protected block out of its order. ``born`` is its stamp when it became visible, so
     that another stamp means that it was used; ``offered`` its stamp when it was last written, or refused,
-    to the other tier (0: never). ``hinted`` is why it would leave, once a hint made it the coldest.
+    to the other tier (0: never). ``hinted`` is why it would leave, once a hint made it the coldest. ``row`` is
+    kept by :func:`packed_rows`, empty before.
     """
 
     __slots__ = (
         "before", "born", "checksum", "child", "children", "generation", "hash", "hinted", "hits", "index", "keep",
-        "leases", "mark", "offered", "parent", "parked", "queue", "shelf", "slab", "slot", "stamp", "state",
+        "leases", "mark", "offered", "parent", "parked", "queue", "row", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -93,6 +94,11 @@ class Block:
         self.hinted = Departure.HINT
         self.keep: Keep | None = None
         self.queue: Queue | None = None
+        self.row = b""
+
+    def made_row(self) -> bytes:
+        """Its :data:`SLOT_ROW`, as it must be."""
+        return SLOT_ROW.pack(self.slab.index, self.slot, self.offset, self.generation, self.checksum)
 
     @property
     def offset(self) -> int:
@@ -109,6 +115,20 @@ class Block:
         slab = self.memory
         start = slab.offset(self.slot)
         return slab.view[start : start + self.shelf.entry.block_bytes]
+
+
+def packed_rows(blocks: Sequence[Block]) -> bytes:
+    """A :data:`SLOT_ROW` for each of some visible blocks. Kept from the first reader on: nothing of it changes."""
+    pack = SLOT_ROW.pack
+    rows: list[bytes] = []
+    for block in blocks:
+        row = block.row
+        if not row:
+            slab, slot = block.slab, block.slot
+            offset = slab.data_offset + slot * slab.slot_bytes
+            row = block.row = pack(slab.index, slot, offset, block.generation, block.checksum)
+        rows.append(row)
+    return b"".join(rows)
 
 
 class Lease:

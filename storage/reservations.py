@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import repeat
 
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.status import BlockStatus
@@ -76,17 +77,18 @@ class ReservationBook:
         if reservation.busy:
             raise InvalidArgument(f"reservation {reservation.id} is still being written")
         self._forget(reservation)
-        statuses = bytearray(len(blocks))
         kept: list[Block] = []
-        current = not reservation.shelf.retired
-        for position, block in enumerate(blocks):
-            if current and block.state == IN_FLIGHT and (mask is None or mask[position]):
-                block.checksum = checksums[position]
-                kept.append(block)
-                statuses[position] = _STORED
-            else:
-                statuses[position] = _ABORTED
+        statuses = bytearray((_ABORTED,)) * len(blocks)
+        if not reservation.shelf.retired:
+            rows = zip(blocks, checksums, mask if mask is not None else repeat(1), strict=False)
+            for position, (block, checksum, wanted) in enumerate(rows):
+                if wanted and block.state == IN_FLIGHT:
+                    block.checksum = checksum
+                    kept.append(block)
+                    statuses[position] = _STORED
         self._inventory.publish(reservation.shelf, kept)
+        if len(kept) == len(blocks):
+            return statuses
         for position, block in enumerate(blocks):
             if statuses[position] == _ABORTED:
                 self._inventory.drop(block)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
+
+import numpy as np
 
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
@@ -39,6 +42,8 @@ DRAIN_BYTES: Final = 256 << 20
 #: A tick lets go of at most so many blocks whose shelf is retired: a few milliseconds under the lock.
 SWEEP_BLOCKS: Final = 2048
 HINT_MAX_S: Final = 86_400.0
+#: Fewer hashes than this are cut by hand: numpy takes some time to begin.
+_FEW: Final = 16
 
 _LOADED = int(BlockStatus.LOADED)
 _MISSING = int(BlockStatus.MISSING)
@@ -271,7 +276,7 @@ class NodeState:
         if below is not None:
             self._touch_below(below, found, b"" if before is not None else ask.parent, now)
         granted = self._admit(shelf, found, ask.first_index)
-        self._chain(shelf, found, ask.parent)
+        self.inventory.link_all(shelf, found.hashes, ask.parent)
         self.counts.already_present += len(found.known) + len(found.cold)
         if not granted:
             return Reserved(found.status, None, self.deltas.answer_seq)
@@ -309,6 +314,9 @@ class NodeState:
             return []
         positions = list(fresh.values())
         granted, refusal = self.inventory.admit(shelf, list(fresh), [first_index + position for position in positions])
+        if len(granted) == len(status):
+            status[:] = bytes((_RESERVED,)) * len(status)
+            return granted
         for position in positions[: len(granted)]:
             status[position] = _RESERVED
         for position in positions[len(granted) :]:
@@ -319,18 +327,6 @@ class NodeState:
         else:
             self.counts.full += refused
         return granted
-
-    def _chain(self, shelf: Shelf, found: _Sorted, previous: bytes) -> None:
-        link, get = self.inventory.link, shelf.blocks.get
-        before = get(previous) if previous else None
-        for key in found.hashes:
-            block = get(key)
-            if block is not None:
-                if not block.before:
-                    block.before = previous
-                if before is not None and block.parent is None:
-                    link(before, block)
-            before, previous = block, key
 
     def find_reservation(self, session: bytes, number: int) -> Reservation | None:
         """The session's reservation, or None when it has ended: its writer is told ABORTED."""
@@ -546,15 +542,28 @@ def _count(hashes: bytes, width: int) -> int:
 
 def _split(hashes: bytes, width: int) -> list[bytes]:
     """Raises as :func:`_count`."""
-    return [hashes[start : start + width] for start in range(0, _count(hashes, width) * width, width)]
+    return _keys(hashes, width, _count(hashes, width))
+
+
+def _keys(hashes: bytes, width: int, count: int) -> list[bytes]:
+    """The first ``count`` hashes of a packed run."""
+    if count < _FEW:
+        return [hashes[start : start + width] for start in range(0, count * width, width)]
+    keys: list[bytes] = np.frombuffer(hashes, _raw(width), count).tolist()
+    return keys
+
+
+@lru_cache
+def _raw(width: int) -> np.dtype[np.void]:
+    """Bytes as they are, zeros at the end included."""
+    return np.dtype((np.void, width))
 
 
 def _look(shelf: Shelf | None, hashes: bytes, width: int, count: int) -> tuple[bytearray, list[Block]]:
     """(status of each, the visible blocks in order). A hash named twice is leased twice."""
     if shelf is None:
         return bytearray([_MISSING]) * count, []
-    get = shelf.blocks.get
-    found = [get(hashes[start : start + width]) for start in range(0, count * width, width)]
+    found = list(map(shelf.blocks.get, _keys(hashes, width, count)))
     blocks = [block for block in found if block is not None and block.state == VISIBLE]
     if len(blocks) == count:
         return bytearray([_LOADED]) * count, blocks
@@ -567,12 +576,29 @@ def _sort(shelf: Shelf, below: Shelf | None, hashes: bytes, width: int, count: i
 
     ``below`` is the tenant's shelf on SSD.
     """
-    keys = [hashes[start : start + width] for start in range(0, count * width, width)]
-    found = _Sorted(bytearray([_FULL]) * count, keys)
-    get, fresh, status = shelf.blocks.get, found.fresh, found.status
+    keys = _keys(hashes, width, count)
+    here = list(map(shelf.blocks.get, keys))
+    found = _all_alike(keys, here, below)
+    return found if found is not None else _one_by_one(keys, here, below)
+
+
+def _all_alike(keys: list[bytes], here: list[Block | None], below: Shelf | None) -> _Sorted | None:
+    """As :func:`_one_by_one`, for what most calls are: all new, each once, or all visible; else None."""
+    count = len(keys)
+    if not any(here):
+        fresh = dict(zip(keys, range(count), strict=True))
+        if len(fresh) == count and (below is None or below.blocks.keys().isdisjoint(fresh)):
+            return _Sorted(bytearray((_FULL,)) * count, keys, fresh)
+        return None
+    known = [block for block in here if block is not None and block.state == VISIBLE]
+    return _Sorted(bytearray((_PRESENT,)) * count, keys, known=known) if len(known) == count else None
+
+
+def _one_by_one(keys: list[bytes], here: list[Block | None], below: Shelf | None) -> _Sorted:
+    found = _Sorted(bytearray((_FULL,)) * len(keys), keys)
+    fresh, status = found.fresh, found.status
     lower = below.blocks if below is not None else {}
-    for position, key in enumerate(keys):
-        block = get(key)
+    for position, (key, block) in enumerate(zip(keys, here, strict=True)):
         if block is None:
             copy = lower.get(key)
             if copy is not None and copy.state == VISIBLE:

@@ -14,14 +14,14 @@ ENTRIES_MAX: Final = 4096
 HASHES_MAX: Final = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """One verb on some blocks of one tenant at ``at`` (monotonic seconds); ``hashes`` is packed."""
 
     at: float
     verb: str
     shelf: Shelf
-    hashes: bytes
+    hashes: bytearray
     count: int
 
 
@@ -33,8 +33,19 @@ class Story:
 
     def tell(self, at: float, verb: str, shelf: Shelf, blocks: Sequence[Block]) -> None:
         if blocks:
-            hashes = b"".join([block.hash for block in blocks[:HASHES_MAX]])
+            hashes = bytearray().join([block.hash for block in blocks[:HASHES_MAX]])
             self._entries.append(Entry(at, verb, shelf, hashes, len(blocks)))
+
+    def tell_one(self, at: float, verb: str, shelf: Shelf, block: Block) -> None:
+        """As :meth:`tell`; one after the other at one time they are one entry."""
+        entries = self._entries
+        if entries:
+            last = entries[-1]
+            if last.at == at and last.shelf is shelf and last.verb == verb and last.count < HASHES_MAX:
+                last.hashes += block.hash
+                last.count += 1
+                return
+        entries.append(Entry(at, verb, shelf, bytearray(block.hash), 1))
 
     def of(self, shelf_key: tuple[int, str], key: bytes) -> list[tuple[float, str]]:
         """(when, verb) of every remembered entry that names the block, oldest first; O(entries)."""

@@ -182,8 +182,10 @@ class IsolatedLRU:
         """Forget a block that is no longer visible."""
         queue = block.queue
         assert queue is not None
-        queue.home(block).remove(block)
-        if block.keep is not None:
+        if block.keep is None:
+            queue.order.remove(block)
+        else:
+            queue.home(block).remove(block)
             self._keeps.end(block)
         block.queue = None
         queue.count -= 1

@@ -82,7 +82,7 @@ class LruOrder:
             block.parked = False
 
     def touch(self, blocks: Sequence[Block], stamp: int) -> None:
-        order = self._order
+        order, newest = self._order, self._order.move_to_end
         for block in reversed(blocks):
             block.stamp = block.slab.hot = stamp
             block.hits += 1
@@ -90,7 +90,7 @@ class LruOrder:
                 block.parked = False
                 order[block] = None
             else:
-                order.move_to_end(block)
+                newest(block)
 
     def remove(self, block: Block) -> None:
         if block.parked:

@@ -59,6 +59,7 @@ class SegmentedOrder:
         target = self._segment(goes_to)
         if goes_to == TRIAL:
             self._settle(len(blocks), stamp)  # before: they are older than what this call uses
+        newest = target.move_to_end
         for block in reversed(blocks):
             block.stamp = block.slab.hot = stamp
             block.hits += 1
@@ -66,7 +67,7 @@ class SegmentedOrder:
                 block.parked = False
                 target[block] = None
             elif block.mark == goes_to:
-                target.move_to_end(block)
+                newest(block)
             else:
                 del self._segment(block.mark)[block]
                 target[block] = None

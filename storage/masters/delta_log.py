@@ -95,7 +95,10 @@ class DeltaLog:
         if (
             last is None
             or last.shelf is not shelf
-            or (last.added, last.tier, last.why, last.cause) != (added, tier, why, cause)
+            or last.added is not added
+            or last.why is not why
+            or last.tier is not tier
+            or last.cause != cause
         ):
             last = _Open(added, shelf, tier, why, cause)
             self._open.append(last)

@@ -14,11 +14,11 @@ from typing import Final
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX
-from kvstrata.proto.status import SLOT_ROW, BlockStatus, Tier
+from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.proto.wire import RAW_BYTES_MAX, Kind
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.leases import granted_seconds
-from kvstrata.storage.records import VISIBLE
+from kvstrata.storage.records import VISIBLE, packed_rows
 from kvstrata.storage.serving.messages import parsed, reply, u64s
 from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rails import NodeRails
@@ -30,6 +30,7 @@ from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
+from kvstrata.transfer.tracing import TRACING
 
 _LEASE, _INLINE, _PREFETCH, _COPY = range(4)
 #: A read waits for the SSD for this part of its caller's deadline: the answer has to travel, too.
@@ -108,7 +109,8 @@ class ReadHandlers:
         hashes = self._hashes(message)
         read = self._movers.tiers.begin_read(message.ns, message.salt, hashes, self._clock())
         if read is not None:
-            self._movers.fetch(read, min(message.deadline_ms / 1e3 * WAIT_SHARE, WAIT_MAX_S))
+            with TRACING.span("kvstrata.node.promote"):
+                self._movers.fetch(read, min(message.deadline_ms / 1e3 * WAIT_SHARE, WAIT_MAX_S))
         return read
 
     def _hashes(self, message: pb.Acquire) -> list[bytes]:
@@ -205,15 +207,12 @@ class ReadHandlers:
 
 def _with_slots(got: Acquired, tiers: bytes, seconds: float) -> Reply:
     """Where the leased blocks lie, for a caller that copies them itself."""
-    blocks = got.blocks
-    pack = SLOT_ROW.pack
-    rows = [pack(block.slab.index, block.slot, block.offset, block.generation, block.checksum) for block in blocks]
     answer = pb.AcquireOk(
         status=bytes(got.status),
         tier=tiers,
         lease=got.lease.id if got.lease is not None else 0,
         lease_ms=int(seconds * 1e3),
-        rows=b"".join(rows),
+        rows=packed_rows(got.blocks),
         delta_seq=got.delta_seq,
     )
     return Reply(Kind.ACQUIRE_OK, answer.SerializeToString())

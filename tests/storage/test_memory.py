@@ -113,7 +113,7 @@ def test_slots_are_given_once_and_come_back(steps: list[Take]) -> None:
             block = mine.pop()
             arena.free(block.slab, block.slot)
         if count > 0:
-            for slab, slot in arena.allocate(size, count):
+            for slab, slot in [(slab, slot) for slab, slots in arena.allocate(size, count) for slot in slots]:
                 assert slab.slot_bytes == size and slot not in slab.blocks
                 block = Block(shelf, b"", slab, slot, arena.next_generation(), 0)
                 slab.generations[slot] = block.generation
@@ -128,9 +128,11 @@ def test_slots_are_given_once_and_come_back(steps: list[Take]) -> None:
 def test_a_batch_lies_in_one_ascending_run() -> None:
     arena = dram_arena(2 * MIB, MIB)
     first = arena.allocate(4096, 100)
-    assert [slot for _, slot in first] == list(range(100)) and len({slab for slab, _ in first}) == 1
+    assert [slots for _, slots in first] == [list(range(100))]
     second = arena.allocate(4096, 200)
-    assert [slot for _, slot in second[:154]] == list(range(100, 254))
+    slots = arena.slots_in_a_slab(4096)
+    assert [slots for _, slots in second] == [list(range(100, slots)), list(range(300 - slots))]
+    assert second[0][0] is first[0][0] and second[1][0] is not first[0][0]
     arena.close()
 
 

@@ -100,7 +100,7 @@ class Store:
         slots = self.log.arena.allocate(self.log.slot_bytes(len(data)), 1)
         if not slots:
             return None
-        extent, slot = slots[0]
+        extent, (slot,) = slots[0]
         generation = self.log.arena.next_generation()
         return self._block(name, salt, extent, slot, generation, xxhash.xxh3_64_intdigest(data))
 
