@@ -115,9 +115,8 @@ class Master:
         tenants = Tenants(self.hub, Content(self.hub))
         pages = routes(self.status, self.hub.events)
         keys = self.key_file.keys if self.key_file is not None else None
-        web = serve_http(
-            lambda more: application(self.hub, self.views, tenants, [*pages, *more]), config.http, self.security, keys
-        )
+        self.web_application = application(self.hub, self.views, tenants, pages)
+        web = serve_http(self.web_application, config.http, self.security, keys)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
         self.hub.start(self.loops)

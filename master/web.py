@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.applications import Starlette
-from starlette.routing import Route
 
 from kvstrata.master.access import ROUTES
 from kvstrata.transfer.security.http_guard import HttpGuard
@@ -16,15 +15,16 @@ from kvstrata.transfer.web import WebServer
 
 
 def serve_http(
-    application: Callable[[Sequence[Route]], Starlette],
+    application: Starlette,
     address: str,
     security: Security,
     keys: Callable[[], TicketKeys] | None,
 ) -> WebServer:
-    """``application`` is given the routes that security adds. ``keys`` None: no tickets are issued. The caller starts
-    it. Raises :class:`ConfigError` when the address cannot be bound."""
+    """Serves ``application``, and tickets if there are ``keys``. The caller starts it. Raises :class:`ConfigError` when
+    the address cannot be bound."""
     gate = security.gate
     if gate is None:
-        return WebServer(application(()), address, tls=security.tls)
-    app = application([ticket_route(gate, keys)] if keys is not None else [])
-    return WebServer(HttpGuard(app, gate, ROUTES), address, tls=security.tls)
+        return WebServer(application, address, tls=security.tls)
+    if keys is not None:
+        application.router.routes.append(ticket_route(gate, keys))
+    return WebServer(HttpGuard(application, gate, ROUTES), address, tls=security.tls)

@@ -128,7 +128,7 @@ def test_what_others_can_change_or_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="does not hold one token") as refused:
             read_token(own)
         assert not secret or secret not in str(refused.value)
-    with pytest.raises(ConfigError, match="cannot read the tokens .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the tokens .*No such file"):
         TokenFile(tmp_path / "none")
 
 
