@@ -30,7 +30,7 @@ from kvstrata.master.views import Views
 from kvstrata.master.web import serve_http
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.security.admission import Admission
+from kvstrata.transfer.security.admission import REFUSALS, Admission
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.opened import Security
@@ -110,8 +110,8 @@ class Master:
         )
         self._stops.append(lambda: grpc_server.stop(STOP_S / 2).wait(STOP_S))
         self._stops.append(lambda: self.hub.close_sessions("the master stops"))
-        self.sampler = Sampler(self.hub, self.views, self.roll.masters)
-        self.status = StatusDocument(self.hub, self.views, self.sampler)
+        self.sampler = Sampler(self.hub, self.views, self.roll.masters, self._refused)
+        self.status = StatusDocument(self.hub, self.views, self.sampler, self._refused)
         tenants = Tenants(self.hub, Content(self.hub))
         pages = routes(self.status, self.hub.events)
         keys = self.key_file.keys if self.key_file is not None else None
@@ -129,6 +129,13 @@ class Master:
     def _key_problems(self) -> list[str]:
         problem = self.key_file.problem() if self.key_file is not None else ""
         return [problem] if problem else []
+
+    def _refused(self) -> dict[str, int]:
+        """Callers that were turned away, by door and reason."""
+        counted = {f"channel: {reason}": self.server.counts[reason] for reason in REFUSALS}
+        if self.security.gate is not None:
+            counted |= {f"token: {reason}": count for reason, count in self.security.gate.refused().items()}
+        return {what: count for what, count in counted.items() if count}
 
     def _campaign(self, store: StateStore) -> None:
         campaign = Campaign(self.hub, store, self._record)

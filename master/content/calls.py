@@ -9,6 +9,7 @@ from kvstrata.master.content.clearing import Cleared
 from kvstrata.master.content.explain import Explanation, explain_block, explain_request, lines
 from kvstrata.master.content.listing import Listing
 from kvstrata.master.hub import Hub
+from kvstrata.master.status import orders
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import HASH_BYTES_MAX, HASH_BYTES_MIN, check_salt
@@ -33,6 +34,7 @@ class Content:
         Raises :class:`Unavailable` when the epoch is in effect and may be forgotten in a restart.
         """
         cleared = self._hub.order(lambda state, now: state.bump(request.group, now))
+        self._hub.note(orders.epoch_bumped(request.group, cleared.epoch, cleared.blocks))
         durable = self._hub.durable()
         return self._waited(cleared, request.deadline_ms, f"epoch {cleared.epoch} is in effect", durable)
 
@@ -51,6 +53,8 @@ class Content:
         if dry_run:
             return control.Dropped(blocks=self._hub.read(lambda state, _: state.clearing.counted(group, salt)))
         cleared = self._hub.order(lambda state, now: state.drop(group, salt, erase, now), durable=False)
+        named = salt is not None and self._hub.read(lambda state, _: state.quotas.defined(salt))
+        self._hub.note(orders.dropped(group, salt, cleared.blocks, named=named))
         return self._waited(cleared, deadline_ms, "dropped", self._hub.durable())
 
     def _waited(self, cleared: Cleared, deadline_ms: int, what: str, durable: bool) -> control.Dropped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstrata.master.hub import Hub
 from kvstrata.master.messages import Command
 from kvstrata.master.state import MasterState
+from kvstrata.master.status import orders
 from kvstrata.master.views import node_row
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import Unavailable
@@ -61,6 +62,8 @@ class Replicating:
             return None, state.taken()
 
         self._hub.order(change)
+        named = salt is not None and self._hub.read(lambda state, _: state.quotas.defined(salt))
+        self._hub.note(orders.replicas_set(request.group, salt, request.count, named=named))
         self._make_durable("the number of replicas is in effect")
         return self.list()
 

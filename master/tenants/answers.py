@@ -12,6 +12,7 @@ from kvstrata.master.content.calls import Content
 from kvstrata.master.converters import share_message
 from kvstrata.master.hub import Hub
 from kvstrata.master.state import MasterState
+from kvstrata.master.status import orders
 from kvstrata.master.tenants.tenancy import TIERS, by_tier, denied, used_of
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, Unavailable
@@ -79,6 +80,9 @@ class Tenants:
         if request.dry_run:
             return control.TenantChanged(before=before, after=_as_if(before, policy), warnings=warnings)
         self._hub.order(lambda state, now: (None, state.set_tenant(policy, now)))
+        self._hub.note(
+            orders.tenant_set(policy_message(policy), before.policy if before.defined else control.TenantPolicy())
+        )
         self._make_durable("the policy is in effect")
         return control.TenantChanged(before=before, after=self.row(policy.salt), warnings=warnings)
 
@@ -92,6 +96,7 @@ class Tenants:
         )
         if not dry_run:
             self._hub.order(lambda state, now: (None, state.set_default(policy, deny, now)))
+            self._hub.note(orders.default_set(changed.after.policy, changed.before.policy, deny))
             self._make_durable("the default is in effect")
         return changed
 
@@ -107,6 +112,7 @@ class Tenants:
             changed.warnings.append(f"tenant {salt!r} has no policy: the default applies to it already")
         if not request.dry_run:
             self._hub.order(lambda state, now: (None, state.remove_tenant(salt, now)))
+            self._hub.note(orders.tenant_removed(salt, named=before.defined))
             self._make_durable("the policy is removed")
         if request.drop_blocks:
             changed.dropped.CopyFrom(self._content.clear("", salt, request.erase, request.dry_run))

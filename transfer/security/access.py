@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from kvstrata.proto.errors import Forbidden, Unauthenticated
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.security.tokens import Holder, TokenFile
 
+#: Whose token the call that is answered now has shown; "" where none is asked for.
+CALLER: ContextVar[str] = ContextVar("kvstrata_caller", default="")
 _SCHEME: Final = "bearer "
 #: Why callers are refused, for metrics.
 REASONS: Final = ("no_token", "bad_token", "role", "tenant", "throttled")
@@ -79,6 +82,7 @@ class Gate:
         except Forbidden:
             self.count("tenant")
             raise
+        CALLER.set(rights.subject)
         return rights
 
     def count(self, reason: str) -> None:
