@@ -53,7 +53,10 @@ def routes() -> list[Found]:
     found = []
     for daemon in DAEMONS:
         for source in sorted((ROOT / daemon).rglob("*.py")):
-            tree = ast.parse(source.read_text())
+            text = source.read_text()
+            if "Route(" not in text:
+                continue
+            tree = ast.parse(text)
             functions = (ast.FunctionDef, ast.AsyncFunctionDef)
             handlers = {node.name: ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, functions)}
             for node in ast.walk(tree):
@@ -90,9 +93,10 @@ def http_page() -> str:
         "Plain HTTP/1.1. Each daemon answers on the address of its `--http` (an engine: `--listen`).",
         "",
     ]
+    found = routes()
     for daemon, title in DAEMONS.items():
         lines += [f"## {title}", "", "| method | path | |", "|---|---|---|"]
-        for route in routes():
+        for route in found:
             if route.daemon == daemon:
                 lines.append(f"| {', '.join(route.methods)} | `{route.path}` | {' '.join(route.meaning.split())} |")
         lines.append("")

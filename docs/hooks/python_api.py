@@ -6,6 +6,8 @@ import importlib
 import re
 from enum import IntEnum
 
+#: Where the documented names are, or are defined.
+FOLDERS = ("client", "engine_adapter", "transfer", "proto")
 #: Section -> module, and its public names (those of ``__all__`` where nothing is named here).
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "The client": ("kvstrata.client", ("Client",)),

@@ -36,10 +36,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Show mkdocstrings, which reads source, a tree in which ``client/`` is ``kvstrata/client/``."""
     package = Path(_TREE.name) / "kvstrata"
     package.mkdir(exist_ok=True)
-    for marker in ROOT.glob("*/py.typed"):
-        link = package / marker.parent.name
+    for folder in python_api.FOLDERS:
+        link = package / folder
         if not link.exists():
-            link.symlink_to(marker.parent, target_is_directory=True)
+            link.symlink_to(ROOT / folder, target_is_directory=True)
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_TREE.name]
     return config
 
