@@ -96,7 +96,7 @@ def decode(payload: bytes) -> Batch:
         fields = raw if isinstance(raw, dict) else dict(zip(Batch.__struct_fields__, raw, strict=False))
         events = [event for each in fields["events"] if (event := _event(each)) is not None]
         return Batch(float(fields["ts"]), events, fields.get("data_parallel_rank"))
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise InvalidArgument(f"not a batch of KV events: {error}") from error
 
 
