@@ -1,0 +1,80 @@
+"""Security settings that do not go together are refused, with what to do; what is left open is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstrata.proto.errors import ConfigError
+from kvstrata.transfer.security.checks import checked, is_loopback, open_to_all
+from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.security.opened import Security
+
+FILE = Path("file")
+LOCAL, OPEN = ("127.0.0.1:1", "[::1]:2", "localhost:3"), ("127.0.0.1:1", "0.0.0.0:2")
+BOTH = {"tokens": FILE, "ticket_keys": FILE}
+PAIR = {"tls_cert": FILE, "tls_key": FILE}
+SHOWN = {**BOTH, "token_file": FILE}
+
+
+@pytest.mark.parametrize(
+    "settings, addresses, masters, says",
+    [
+        ({"tokens": FILE}, LOCAL, (), "--tokens without --ticket-keys leaves the channel open"),
+        ({"ticket_keys": FILE}, LOCAL, (), "--ticket-keys without --tokens leaves HTTP and gRPC open"),
+        ({"tls_cert": FILE}, LOCAL, (), "go together"),
+        ({"tls_key": FILE}, LOCAL, (), "go together"),
+        ({"client_certs": True, **PAIR}, LOCAL, (), "needs --tls-cert and --tls-key, and the clients' CA"),
+        ({"client_certs": True, "tls_ca": FILE}, LOCAL, (), "needs --tls-cert and --tls-key"),
+        (BOTH, LOCAL, ("127.0.0.1:1",), "give it as --token-file"),
+        (BOTH, OPEN, (), "in clear to 0.0.0.0:2: give --tls-cert and --tls-key, or --plain-tokens"),
+        (SHOWN, LOCAL, ("master:7400",), "in clear to master:7400: give the masters' CA as --tls-ca, or --plain"),
+        ({**SHOWN, **PAIR}, OPEN, ("10.0.0.1:1",), "in clear to 10.0.0.1:1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    settings: dict[str, object], addresses: tuple[str, ...], masters: tuple[str, ...], says: str
+) -> None:
+    files = SecurityFiles(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=says):
+        checked(files, addresses, masters=masters)
+    if "in clear" in says:
+        plain = SecurityFiles(**settings, plain_tokens=True)  # type: ignore[arg-type]
+        assert checked(plain, addresses, masters=masters) is plain
+
+
+@pytest.mark.parametrize(
+    "settings, addresses, masters",
+    [
+        ({}, OPEN, ("master:1",)),
+        (BOTH, LOCAL, ()),
+        ({**BOTH, **PAIR}, OPEN, ()),
+        ({**SHOWN, **PAIR, "tls_ca": FILE}, OPEN, ("master:1",)),
+        ({**BOTH, **PAIR, "tls_ca": FILE, "client_certs": True}, OPEN, ("master:1",)),
+        (SHOWN, LOCAL, ("localhost:1", "unix:/somewhere")),
+    ],
+)
+def test_what_does_is_taken(settings: dict[str, object], addresses: tuple[str, ...], masters: tuple[str, ...]) -> None:
+    files = SecurityFiles(**settings)  # type: ignore[arg-type]
+    assert checked(files, addresses, masters=masters) is files
+
+
+def test_what_everybody_reaches_is_told_in_health() -> None:
+    assert open_to_all(SecurityFiles(), LOCAL) == []
+    assert open_to_all(SecurityFiles(tokens=FILE), OPEN) == []
+    (warning,) = Security.opened(SecurityFiles(), OPEN).warnings()
+    assert warning.startswith("0.0.0.0:2: open to whoever reaches it")
+
+
+def test_a_row_with_a_certificate_wants_somebody_to_ask_for_one(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("- {name: a, certificate: b, role: read}")
+    with pytest.raises(ConfigError, match="nobody is asked for one: add --client-certs"):
+        Security.opened(SecurityFiles(tokens=tokens))
+
+
+def test_addresses_that_others_do_not_reach() -> None:
+    near = ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/x")
+    far = ("0.0.0.0:1", "[::]:1", "10.0.0.1:1", "host:1", "localhost.evil.org:1", "[fe80::1]:1")
+    assert all(map(is_loopback, near)) and not any(map(is_loopback, far))
