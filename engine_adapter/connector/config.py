@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from kvstrata.engine_adapter.connector.access import PoolAccess
 
 LoadPolicy = Literal["auto", "always", "never"]
 
 
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolConfig(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shared pool. ``masters`` empty: no pool at all."""
 
     masters: str = ""
-    token: str = ""
     transport: str = "auto"
     verify: Literal["always", "sample", "never"] = "sample"
     load_policy: LoadPolicy = "auto"  #: auto: load what is faster to load than to compute

@@ -7,7 +7,8 @@ from typing import Final
 
 from kvstrata.client.admin import AdminClient
 from kvstrata.client.masters import parse_masters
-from kvstrata.proto.errors import InvalidArgument, Unavailable
+from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
+from kvstrata.proto.errors import Forbidden, InvalidArgument, Unavailable
 from kvstrata.proto.logs import get_logger
 
 log = get_logger(__name__)
@@ -17,16 +18,17 @@ CALL_S: Final = 2.0
 CONFIRM_S: Final = 3.0
 
 
-def begin_epochs(masters: str, groups: Sequence[str]) -> None:
+def begin_epochs(masters: str, groups: Sequence[str], access: PoolAccess = BY_ENVIRONMENT) -> None:
     """Give each of these namespace groups its next weight epoch: what the pool has of them is a miss from now on.
 
-    A group that the pool does not know has nothing to forget. Asks one master after the other; raises what the
+    ``access``: what to show; a token of the role client has to be one that may reset. A group that the pool does not
+    know has nothing to forget. Asks one master after the other; raises what the
     last one raised when none did it, :class:`Unavailable` when none was reached.
     """
     problem: Exception = Unavailable(f"no master in {masters!r}")
     for address in parse_masters(masters):
         try:
-            with AdminClient(address, timeout_s=CALL_S) as admin:
+            with AdminClient(address, timeout_s=CALL_S, **access.shown()) as admin:
                 _begin(admin, groups)
             return
         except (Unavailable, InvalidArgument) as error:
@@ -34,10 +36,18 @@ def begin_epochs(masters: str, groups: Sequence[str]) -> None:
     raise problem
 
 
+def _known(admin: AdminClient) -> set[str] | None:
+    """The groups that the pool has; None for one whose token may reset, and not look."""
+    try:
+        return {row.spec.group for row in admin.namespaces()}
+    except Forbidden:
+        return None
+
+
 def _begin(admin: AdminClient, groups: Sequence[str]) -> None:
-    known = {row.spec.group for row in admin.namespaces()}
+    known = _known(admin)
     for group in groups:
-        if group not in known:
+        if known is not None and group not in known:
             log.info("no weight epoch to end: the pool has nothing of this group", group=group)
             continue
         begun = admin.bump_epoch(group, wait_s=CONFIRM_S)

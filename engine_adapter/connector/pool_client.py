@@ -60,11 +60,11 @@ def open_client(config: PoolConfig, name: str) -> PoolClient:
     """A client whose calls take at most :func:`transfer_s`. Raises what :class:`Client` raises."""
     return Client(
         config.masters,
-        config.token or None,
-        config.transport,
-        config.verify,
-        max(1, int(transfer_s(config) * 1e3)),
+        transport=config.transport,
+        verify=config.verify,
+        transfer_deadline_ms=max(1, int(transfer_s(config) * 1e3)),
         name=name,
+        **config.shown(),
     )
 
 

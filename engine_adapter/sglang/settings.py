@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from kvstrata.engine_adapter.connector.access import PoolAccess
 from kvstrata.proto.errors import InvalidArgument
 
 #: Our keys stand below this one: the others of the extra config are SGLang's.
@@ -17,19 +18,20 @@ MASTERS_VARIABLE: Final = "KVSTRATA_MASTER"
 MASTERS_DEFAULT: Final = "127.0.0.1:7400"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All keys are optional.
 
     ``masters``: addresses of the pool's masters, comma-separated; else the variable ``KVSTRATA_MASTER``, else
-    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded
-    pages are checked against their checksums. ``deadline_ms``: what a call may take; what has not come by then is a
-    miss.
+    127.0.0.1:7400. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded pages are checked against their
+    checksums. ``deadline_ms``: what a call may take; what has not come by then is a miss.
+
+    ``token_file``, ``tls_ca``, ``tls_cert``, ``tls_key``: what a secured pool wants to see, else the environment's;
+    ``token``: the same in place, where everybody who sees the settings may have it.
 
     ``namespace``: stands for the model's name. Name the revision here when the same name gets new weights.
     """
 
     masters: str = ""
-    token: str = ""
     transport: str = "auto"
     verify: Literal["always", "sample", "never"] = "sample"
     deadline_ms: Annotated[int, msgspec.Meta(ge=1)] = 5_000

@@ -30,11 +30,11 @@ class KVStrataStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._settings = read_settings(storage_config.extra_config or {})
         self._client = Client(
             self._settings.masters,
-            self._settings.token or None,
-            self._settings.transport,
-            self._settings.verify,
-            self._settings.deadline_ms,
+            transport=self._settings.transport,
+            verify=self._settings.verify,
+            transfer_deadline_ms=self._settings.deadline_ms,
             name=f"sglang-tp{storage_config.tp_rank}-pp{storage_config.pp_rank}",
+            **self._settings.shown(),
         )
         self._store: PageStore | None = None
 

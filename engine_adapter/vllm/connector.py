@@ -184,7 +184,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 'Set "reset_external": true in kv_connector_extra_config to end them, for all engines'
             )
             return False
-        return reset_pool(self.settings.masters, self._layout(), self._scheduler)
+        return reset_pool(self.settings.masters, self._layout(), self._scheduler, self.settings)
 
     @property
     def _scheduler(self) -> StepPlanner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
 from kvstrata.engine_adapter.connector.epochs import begin_epochs
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.proto.errors import KVError
@@ -18,13 +19,14 @@ class Resettable(Protocol):
     def reset(self) -> None: ...
 
 
-def reset_pool(masters: str, layout: PoolLayout, planner: Resettable) -> bool:
+def reset_pool(masters: str, layout: PoolLayout, planner: Resettable, access: PoolAccess = BY_ENVIRONMENT) -> bool:
     """True when the pool has begun the next epoch of every group of the layout, and this engine goes on in it.
 
-    False, with the reason in the log, when it could not be told: the engine stays where it was.
+    ``access``: what to show to masters. False, with the reason in the log, when it could not be told: the engine stays
+    where it was.
     """
     try:
-        begin_epochs(masters, [group.fingerprint for group in layout.groups if group.poolable])
+        begin_epochs(masters, [group.fingerprint for group in layout.groups if group.poolable], access)
     except KVError as error:
         log.error("the pool is not reset", reason=f"{type(error).__name__}: {error}")
         return False

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from kvstrata.engine_adapter.connector.access import PoolAccess
 from kvstrata.engine_adapter.connector.config import LoadPolicy, PoolConfig
 from kvstrata.proto.errors import InvalidArgument
 
@@ -18,12 +19,15 @@ MASTERS_DEFAULT: Final = "127.0.0.1:7400"
 Milliseconds = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config``. All keys are optional.
 
     ``masters``: addresses of the pool's masters, comma-separated; else the variable ``KVSTRATA_MASTER``, else
-    127.0.0.1:7400. ``token``: sent to the pool. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded
-    blocks are checked against their checksums.
+    127.0.0.1:7400. ``transport``: auto, shm, rdma or tcp. ``verify``: whether loaded blocks are checked against their
+    checksums.
+
+    ``token_file``, ``tls_ca``, ``tls_cert``, ``tls_key``: what a secured pool wants to see, else the environment's;
+    ``token``: the same in place, where everybody who sees the settings may have it.
 
     ``namespace``: replaces what is derived of the model's name and weights, for engines that are known to share KV;
     the rest of the fingerprint (types, layout, block size, hashes, ranks) stays.
@@ -37,7 +41,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     masters: str = ""
-    token: str = ""
     transport: str = "auto"
     verify: Literal["always", "sample", "never"] = "sample"
     namespace: str = ""
@@ -53,6 +56,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return PoolConfig(
             masters=self.masters,
             token=self.token,
+            token_file=self.token_file,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
             transport=self.transport,
             verify=self.verify,
             load_policy=self.load_policy if loads else "never",
