@@ -56,6 +56,8 @@ def _bounded(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 def _problems(document: Document) -> Iterator[dict[str, str]]:
     for problem in document["problems"]:
         yield _row(Severity.CRITICAL, "health", problem, "see the runbook, and this master's log")
+    for warning in document["warnings"]:
+        yield _row(Severity.WARNING, "health", warning)
 
 
 def _leader(document: Document) -> Iterator[dict[str, str]]:

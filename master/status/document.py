@@ -88,6 +88,7 @@ class StatusDocument:
             "masters": master_rows(masters),
             "masters_problem": masters.problem,
             "problems": list(report.problems),
+            "warnings": list(report.warnings),
             "totals": {
                 "blocks": report.blocks,
                 "nodes_active": report.nodes_active,

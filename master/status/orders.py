@@ -77,7 +77,7 @@ def _told(
 
 
 def _amount(policy: control.TenantPolicy, name: str) -> str:
-    if name.endswith("limit") and not policy.HasField(name):  # type: ignore[arg-type]
+    if name.endswith("limit") and not policy.HasField(name):
         return "without limit"
     value, unit = float(getattr(policy, name)), 0
     while value >= 1024 and unit < len(_UNITS) - 1:

@@ -105,6 +105,7 @@ def _healthy() -> Document:
         ],
         "masters_problem": "",
         "problems": [],
+        "warnings": [],
         "totals": {
             "blocks": 402_113,
             "nodes_active": 8,
@@ -146,7 +147,8 @@ def _healthy() -> Document:
         "clients": [
             {
                 "name": f"vllm-{at}", "host": f"gpu-{at:02d}.rack{at % 4}", "pid": 4000 + at,
-                "software": "kvstrata 0.1.0", "lookups": 90_000 + at, "idle_seconds": 0.1 * at, "connected_seconds": 80_000.0,
+                "software": "kvstrata 0.1.0", "lookups": 90_000 + at, "idle_seconds": 0.1 * at,
+                "connected_seconds": 80_000.0,
             }
             for at in range(1, 7)
         ],
@@ -192,8 +194,8 @@ def trouble() -> Document:
     """A node is missing, another does not answer, a device failed, a tenant is at its limit, the hit rate falls."""
     bad = _healthy()
     bad["nodes"] = [
-        node(5, state="offline", since=NOW - 190, heartbeat_age_seconds=None, blocks=0, dram={"used": 0, "size": 64 << 30},
-             ssd={"used": 0, "size": 1 << 40}, bytes_out_per_second=0, bytes_in_per_second=0),
+        node(5, state="offline", since=NOW - 190, heartbeat_age_seconds=None, blocks=0, bytes_out_per_second=0,
+             dram={"used": 0, "size": 64 << 30}, ssd={"used": 0, "size": 1 << 40}, bytes_in_per_second=0),
         node(3, state="suspected", since=NOW - 4, heartbeat_age_seconds=4.2, bytes_out_per_second=0),
         node(1, devices=[{"path": "/ssd0", "state": "failed", "used": 0, "size": 1, "problem": "5 errors in a row"}]),
         node(2, copies=4),
