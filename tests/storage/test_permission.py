@@ -19,6 +19,7 @@ from kvstrata.storage.serving.channel import NodeChannel
 from kvstrata.storage.state import NodeState, WriteAsk
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.server import Reply
 
 NAMESPACE = Namespace("llama/allowed", 512, 16)
 OTHER = Namespace("mistral/other", 512, 16)
@@ -52,7 +53,8 @@ def world() -> Iterator[tuple[NodeChannel, Recorder, dict[str, int]]]:
             assert got.reservation is not None
             state.commit(b"s" * 16, got.reservation.id, [0], None, 0.0)
     recorder = Recorder(state)
-    channel = NodeChannel(recorder, threading.Lock(), clock=lambda: 1.0)  # type: ignore[arg-type]
+    copies = SimpleNamespace(answer=lambda message: Reply(Kind.ACQUIRE_OK))
+    channel = NodeChannel(recorder, threading.Lock(), clock=lambda: 1.0, copies=copies)  # type: ignore[arg-type]
     recorder.asked.clear()
     yield channel, recorder, handles
     arena.close()
@@ -126,3 +128,5 @@ def test_copies_are_for_those_who_proved_that_they_are_nodes(world: Any) -> None
     with pytest.raises(InvalidArgument, match="for nodes"):
         ask(channel, kind, message)
     assert set(recorder.asked) == {"entry"}
+    node = Rights("node-2", Role.NODE, ("*",), ("*",))
+    assert ask(channel, kind, message, node).kind == Kind.ACQUIRE_OK

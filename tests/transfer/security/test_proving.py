@@ -269,7 +269,8 @@ def test_a_connection_that_was_replaced_has_proved_its_ticket(
     door: Door, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = proofs(door, monkeypatch)
-    channel = channel_to(door, MintedTickets(keys, someone()))
+    tickets = Forced(keys, someone())
+    channel = channel_to(door, tickets)
     assert lookup(channel) == Kind.LOOKUP_OK
     (session,) = door.server.sessions.values()
     (connection,) = session.connections
@@ -277,6 +278,9 @@ def test_a_connection_that_was_replaced_has_proved_its_ticket(
     until(lambda: not door.server.sessions)
     assert lookup(channel) == Kind.LOOKUP_OK and lookup(channel) == Kind.LOOKUP_OK
     assert len(seen) == 2
+    tickets.now = issue(keys.keys(), someone(), time.time())
+    assert lookup(channel) == Kind.LOOKUP_OK, "proved against the challenge of the new connection"
+    assert len(seen) == 3
     channel.close()
 
 
