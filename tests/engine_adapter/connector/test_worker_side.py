@@ -13,7 +13,16 @@ from kvstrata.engine_adapter.connector import worker_side, workers
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, GroupBlocks, Job, JobKind, PoolState
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
-from kvstrata.proto.errors import FingerprintMismatch, ForbiddenSalt, InvalidArgument, Unavailable, VersionMismatch
+from kvstrata.proto.errors import (
+    FingerprintMismatch,
+    Forbidden,
+    ForbiddenSalt,
+    InvalidArgument,
+    KVError,
+    Unauthenticated,
+    Unavailable,
+    VersionMismatch,
+)
 from kvstrata.proto.status import BlockStatus
 from tests.engine_adapter.connector.scripted_client import (
     FULL,
@@ -288,6 +297,47 @@ def test_another_tenant_is_refused_and_the_pool_goes_on(
     assert "not yours" in caplog.text and "absent" not in caplog.text
     engine.side.start(load(2, names(1), [1]))
     assert engine.outcome(2).done == b"\1"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Unauthenticated("the ticket is not good here"),
+        Forbidden("this needs the role client"),
+        ForbiddenSalt("engine-a may not touch this namespace"),
+    ],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_a_pool_that_does_not_let_the_engine_in_is_absent_says_so_once_and_is_found_when_it_does(
+    start: Start, client: ScriptedClient, refusal: KVError, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.refuses = refusal
+    put(client, names(1))
+    engine = start()
+    assert engine.side.take_output().pool is PoolState.ABSENT
+    engine.side.start(load(1, names(1), [1]))
+    assert engine.outcome(1).reasons == {"absent": 1}
+    for _ in range(3):
+        engine.clock.now += 2
+        until(lambda: str(refusal) in str(engine.side.health()["pool"]))
+    assert caplog.text.count(str(refusal)) == 1
+    client.refuses = None
+    engine.clock.now += 2
+    until(lambda: engine.side.take_output().pool is PoolState.READY)
+    engine.side.start(load(2, names(1), [1]))
+    assert engine.outcome(2).done == b"\1"
+
+
+@pytest.mark.parametrize("refusal", [Unauthenticated("the ticket is not good here"), Forbidden("another role now")])
+def test_an_engine_that_is_let_in_no_longer_serves_without_the_pool(
+    start: Start, client: ScriptedClient, refusal: KVError
+) -> None:
+    engine = start()
+    client.fails = refusal
+    engine.side.start(load(1, names(1), [1]))
+    assert engine.outcome(1).reasons == {"refused": 1}
+    until(lambda: engine.side.take_output().pool is PoolState.ABSENT)
+    assert str(refusal) in str(engine.side.health()["pool"])
 
 
 def test_the_configuration_is_checked_at_the_start() -> None:
