@@ -47,6 +47,14 @@ class Gate:
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
+    def knows(self, names: tuple[str, ...]) -> bool:
+        """Whether a certificate of these names stands for a token."""
+        return self._tokens.holder_of_certificate(names) is not None
+
+    @property
+    def knows_certificates(self) -> bool:
+        return self._tokens.knows_certificates
+
     def holder(self, authorization: str | None, names: tuple[str, ...]) -> Holder:
         """Whose ``authorization`` header this is; without one, whose certificate. Raises :class:`Unauthenticated`."""
         if authorization is None:

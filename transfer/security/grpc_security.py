@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -69,6 +69,13 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:
             return None
         access = self._rules.get(handler_call_details.method.rpartition("/")[2])
+        metadata = handler_call_details.invocation_metadata or ()
+        shown = _text(next((value for name, value in metadata if name == _HEADER), None))
+        if shown is not None or not self._gate.knows_certificates:  # else the certificate is looked at, in the handler
+            try:
+                self._gate.admit(access, shown, (), None)
+            except KVError as error:
+                return _refusing(error)
         answer = self._answer_stream if handler.response_streaming else self._answer
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
@@ -102,13 +109,26 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
         names = tuple(name.decode("utf-8", "replace") for name in certified)
         try:
             return self._gate.admit(access, _text(shown), names, request)
-        except Unauthenticated as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        except Forbidden as error:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except KVError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        raise AssertionError("abort returned")
+            _abort(error, context)
+
+
+def _refusing(error: KVError) -> Any:
+    """A handler that ends the call and reads nothing of it: a stranger's request takes no memory."""
+
+    def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        _abort(error, context)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _abort(error: KVError, context: grpc.ServicerContext) -> NoReturn:
+    if isinstance(error, Unauthenticated):
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+    if isinstance(error, Forbidden):
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    raise AssertionError("abort returned")
 
 
 def _text(value: str | bytes | None) -> str | None:

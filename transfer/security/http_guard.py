@@ -66,6 +66,6 @@ class HttpGuard:
         names = tuple(request.scope.get("state", {}).get("certificate", ()))
         if access is None:
             return self._gate.holder(shown, names).rights
-        if access.open and shown is None and not names:
+        if access.open and shown is None and not self._gate.knows(names):
             return NOBODY
         return self._gate.admit(access, shown, names, request)
