@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commands import cell
 
+from kvstrata.master.status.pages import PUBLIC
 from kvstrata.proto import channel_pb2, control_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Routes that are made elsewhere, and of which daemon they are.
+SHARED = {"transfer/security/ticket_route.py": "master"}
 #: Where routes are made, and of which daemon they are.
 DAEMONS = {"master": "Master", "storage": "Storage node", "engine_adapter/serve": "Engine (`kvstrata serve`)"}
 #: What a route does, by daemon and path; of others the handler's docstring is shown.
@@ -19,8 +23,11 @@ MEANINGS = {
     ("master", "/metrics"): "Prometheus metrics",
     ("master", "/healthz"): "health as JSON; 503 when something is wrong",
     ("master", "/readyz"): "whether it answers lookups for good; 503 while it waits for nodes that it knows",
-    ("master", "/quota"): "all tenants: policies, use, hit rates (`?whatif=1`); see [Tenants](../tenants.md)",
-    ("master", "/quota/{salt:path}"): "one tenant's policy: read, set, remove",
+    ("master", "/status.json"): "all that the status page shows, as one document; made at most once a second",
+    ("master", "/events.json"): "recent events; `?since=N` only those after number N",
+    ("master", "/ticket"): "a ticket for the channel, as protobuf, for the token in the `Authorization` header",
+    ("master", "/quota"): "all tenants: policies and use; see [Tenants](../tenants.md)",
+    ("master", "/quota/{salt:path}"): "one tenant's policy: read, set, remove; `?dry_run=1` says what would be",
     ("storage", "/metrics"): "Prometheus metrics",
     ("storage", "/healthz"): "health as JSON; 503 when something is wrong",
     ("storage", "/readyz"): "503 while the node is leaving",
@@ -50,20 +57,24 @@ class Found(NamedTuple):
 
 def routes() -> list[Found]:
     """Every route that a daemon makes, as written."""
-    found = []
-    for daemon in DAEMONS:
-        for source in sorted((ROOT / daemon).rglob("*.py")):
-            text = source.read_text()
-            if "Route(" not in text:
-                continue
-            tree = ast.parse(text)
-            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-            handlers = {node.name: ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, functions)}
-            for node in ast.walk(tree):
-                route = _route(daemon, node, handlers)
-                if route and route not in found:
-                    found.append(route)
+    page = [Found("master", path, ("GET",), "the status page" if path == "/" else "of the page") for path in PUBLIC]
+    sources = [(daemon, path) for daemon in DAEMONS for path in sorted((ROOT / daemon).rglob("*.py"))]
+    sources += [(daemon, ROOT / path) for path, daemon in SHARED.items()]
+    found = sorted(page)
+    for daemon, source in sources:
+        text = source.read_text()
+        if "Route(" in text:
+            found += [route for route in _written(daemon, ast.parse(text)) if route not in found]
     return found
+
+
+def _written(daemon: str, tree: ast.Module) -> Iterator[Found]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    handlers = {node.name: ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, functions)}
+    for node in ast.walk(tree):
+        route = _route(daemon, node, handlers)
+        if route:
+            yield route
 
 
 def _route(daemon: str, node: ast.AST, handlers: dict[str, str | None]) -> Found | None:
