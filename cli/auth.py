@@ -116,10 +116,10 @@ def token_add(
     role: Annotated[Role, typer.Option(help="What it may do.")] = Role.CLIENT,
     salt: Annotated[
         list[str] | None,
-        typer.Option(help="Tenants that a client may touch, by a pattern (* and ?); again for more."),
+        typer.Option(help="Tenants that may be touched, by a pattern (* and ?); again for more. All by default."),
     ] = None,
     group: Annotated[
-        list[str] | None, typer.Option(help="Namespaces' groups that a client may touch; again for more.")
+        list[str] | None, typer.Option(help="Namespaces' groups that may be touched; again for more.")
     ] = None,
     reset: Annotated[
         bool, typer.Option("--reset", help="A client that may begin new weight epochs of its groups.")

@@ -35,12 +35,14 @@ def row_of(
     token = "" if certificate else new_token()
     row: Row = {"name": name, "role": role.value}
     row |= {"certificate": certificate} if certificate else {"sha256": digest(token)}
-    if role is Role.CLIENT:
+    if reset and role is not Role.CLIENT:
+        raise InvalidArgument(f"--reset is for the role client: {role.value} cannot use it")
+    if salts or role is Role.CLIENT:
         row["salts"] = list(salts) or ["*"]
+    if groups or role is Role.CLIENT:
         row["groups"] = list(groups) or ["*"]
-        row |= {"reset": True} if reset else {}
-    elif salts or groups or reset:
-        raise InvalidArgument(f"--salt, --group and --reset are for the role client: {role.value} touches all or none")
+    if reset:
+        row["reset"] = True
     return row, token
 
 
