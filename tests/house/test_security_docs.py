@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstrata.master.access import ROUTES as MASTER_ROUTES
 from kvstrata.master.access import RPCS
+from kvstrata.master.status.pages import PUBLIC
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.access import ROUTES as NODE_ROUTES
 from kvstrata.transfer.security.access import Access
@@ -38,6 +39,9 @@ def _by_role(calls: Mapping[str, list[str]]) -> dict[str, list[str]]:
 def tables() -> str:
     """One table: for each need, the gRPC calls, HTTP routes and channel frames that have it."""
     routes = {f"{method} /{path}": _needed(each) for (method, path), each in MASTER_ROUTES.items()}
+    for path in PUBLIC:  # the status page is one thing to whoever reads the table
+        del routes[f"GET {path}"]
+    routes["GET / (the page)"] = [NOBODY]
     routes |= {f"{method} /{path} (node)": _needed(each) for (method, path), each in NODE_ROUTES.items()}
     columns = (
         _by_role({rpc: _needed(access) for rpc, access in RPCS.items()}),
