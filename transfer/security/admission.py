@@ -20,7 +20,7 @@ from kvstrata.proto.errors import Busy, Forbidden, KVError, TicketExpired, Unaut
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
-from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.security.rights import Rights, Role, includes
 from kvstrata.transfer.security.tickets import CHALLENGE_BYTES, expired, verify
 
 #: Why frames and peers are refused: what :attr:`Admission.counts` has.
@@ -66,6 +66,14 @@ NEEDS: Final[Mapping[int, Need]] = {
     Kind.NODE_INFO: Need((Role.READ, Role.CLIENT)),
     Kind.NODE_CHECK: Need((Role.OPERATE, Role.NODE)),
 }
+#: The same by role, for the way of every frame.
+_MAY: Final = {
+    role: frozenset(
+        kind for kind, need in NEEDS.items() if not need.roles or any(includes(role, each) for each in need.roles)
+    )
+    for role in Role
+}
+_BEGIN: Final = frozenset(kind for kind, need in NEEDS.items() if need.begins)
 
 
 class Admission:
@@ -106,18 +114,13 @@ class Admission:
         Raises :class:`Forbidden`, :class:`TicketExpired`, or :class:`Busy`.
         """
         if self._key_file is not None:
-            self._check(rights, kind)
-        if not account.take(now) and NEEDS[kind].begins:
+            if kind not in _MAY[rights.role]:
+                raise _forbidden(rights, kind)
+            if kind in _BEGIN and rights.expires is not None and expired(rights.expires, self._clock()):
+                raise TicketExpired("the ticket has run out: prove a fresh one")
+        if not account.take(now) and kind in _BEGIN:
             self.counts["throttled"] += 1
             raise Busy(f"more than {self.bounds.requests_s:.0f} requests a second of one client: slow down")
-
-    def _check(self, rights: Rights, kind: int) -> None:
-        need = NEEDS.get(kind)
-        if need is None or (need.roles and not any(rights.has(role) for role in need.roles)):
-            roles = " or ".join(need.roles) if need is not None else "of nobody"
-            raise Forbidden(f"this needs the role {roles}, and {rights.subject} has {rights.role}")
-        if need.begins and rights.expires is not None and expired(rights.expires, self._clock()):
-            raise TicketExpired("the ticket has run out: prove a fresh one")
 
     def count(self, error: KVError) -> None:
         """Count a refusal, if it is one."""
@@ -143,3 +146,8 @@ class Admission:
         """Assert what holds for the accounts."""
         with self._lock:
             self._accounts.check()
+
+
+def _forbidden(rights: Rights, kind: int) -> Forbidden:
+    roles = " or ".join(NEEDS[kind].roles) if kind in NEEDS else "of nobody"
+    return Forbidden(f"this needs the role {roles}, and {rights.subject} has {rights.role}")

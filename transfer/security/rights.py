@@ -38,6 +38,11 @@ _INCLUDES: Final = {
 }
 
 
+def includes(role: Role, other: Role) -> bool:
+    """Whether who has ``role`` may do all that ``other`` is for."""
+    return other in _INCLUDES[role]
+
+
 @dataclass(frozen=True, slots=True)
 class Rights:
     """Whoever it is, its role, and the tenants and namespaces it may touch (patterns with ``*`` and ``?``).
@@ -66,7 +71,7 @@ class Rights:
             raise Forbidden(f"this needs the role {role}, and {self.subject or 'the asker'} has {self.role}")
 
     def has(self, role: Role) -> bool:
-        return role in _INCLUDES[self.role]
+        return includes(self.role, role)
 
     def touch(self, salt: str, group: str) -> None:
         """Raises :class:`ForbiddenSalt` unless blocks of this tenant and namespace group may be touched.
