@@ -29,7 +29,8 @@ HASHES_AN_ENTRY: Final = 1 << 12
 
 def scan(hub: Hub, wanted: Callable[[TableKey], bool], slots: Collection[int] | None = None) -> Iterator[list[Entry]]:
     """STORED entries of the tables that are wanted, of ``slots`` only if they are given."""
-    for table in hub.read(lambda state, now: [key for key, _ in state.directory.tables() if wanted(key)]):
+    tables = hub.read(lambda state, now: [key for key, _ in state.directory.tables()])
+    for table in filter(wanted, tables):  # outside the lock: whoever wants may ask the hub
         cursor: Cursor | None = BEGIN
         while cursor is not None:
             at = cursor
