@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.config import StorageConfig, raise_open_files
+from kvstrata.storage.garbage import spare_the_old
 from kvstrata.storage.node import StorageNode
 
 __all__ = ["StorageConfig", "run"]
@@ -38,7 +39,9 @@ def run(config: StorageConfig, on_ready: Callable[[dict[str, Any]], None]) -> in
     try:
         node = StorageNode(config)
         try:
-            on_ready(node.start())
+            ready = node.start()
+            spare_the_old()
+            on_ready(ready)
             asked.wait()
             log.info("stopping", signal=signal.Signals(received[0]).name)
             if config.drain_on_stop_s and config.masters:

@@ -338,6 +338,11 @@ class Inventory:
         self.policy.lapse()
         return self.admission.drain(limit_bytes) if self.admission is not None else 0
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is to be given back a bit at a time."""
+        return not self._retired and (self.admission is None or not self.admission.drains)
+
     # ------------------------------------------------------------------ room
 
     def _make_room(self, slot_bytes: int, wanted: int, cause: str, before: int) -> int:

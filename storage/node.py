@@ -68,6 +68,8 @@ log = get_logger(__name__)
 
 #: Deadlines are looked at this often: a lease may outlive its own by as much, never the other way round.
 EXPIRE_S: Final = 0.05
+#: And so often while there are none. Less than any lease or reservation lasts.
+REST_S: Final = 0.25
 #: A dead heartbeat process is started again within this.
 TEND_S: Final = 0.5
 #: sun_path holds 107 bytes; the rest is for what containers mount in front.
@@ -201,9 +203,14 @@ class StorageNode:
         drains = self.loops.add(Loop("drain", OFFERS_S, self.drains.turn, bound_s=OFFERS_BOUND_S))
         self.drains.wake = drains.wake
         self._watched.append(self.drains.problem)
-        self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
+        deadlines = self.loops.add(Loop("deadlines", EXPIRE_S, self._expire))
         orders = self.loops.add(Loop("commands", TURN_S, self.commands.turn, bound_s=TURN_BOUND_S))
-        self.commands.wake = orders.wake
+
+        def ordered() -> None:
+            orders.wake()
+            deadlines.wake()  # there may be more to give back than it knew of
+
+        self.commands.wake = ordered
         self.channel = self.server.listen_tcp(self.config.listen)
         self.server.listen_unix(self.unix_path)
         self._watched.append(web.problem)
@@ -322,13 +329,19 @@ class StorageNode:
             leader_id=leader_id,
         )
 
-    def _expire(self) -> None:
+    def _expire(self) -> float | None:
+        """Seconds to the next turn when nothing has a deadline before it: see :attr:`NodeState.at_rest`."""
         with self.lock:
             self.state.expire(time.monotonic())
+            rests, untold = self.state.at_rest, self.state.deltas.gathers
+        if untold:  # what left without a writer who says so
+            self._changed()
         if self.rails is not None:
             self.rails.reap()
+            rests = rests and not self.rails.pulls.held()[0]
         if self.sidecar is not None:
             self.sidecar.progress()
+        return REST_S if rests else None
 
     def _changed(self) -> None:
         """Something for the directory to hear of."""

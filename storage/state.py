@@ -465,6 +465,14 @@ class NodeState:
         self.counts.leases_expired += self.leases.expire(now)
         self.counts.reservations_expired += self.reservations.expire(now)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether :meth:`expire` has nothing to end but hints, and nothing to give back: it may come less often.
+
+        A lease or a reservation begins with at least :data:`~kvstrata.storage.leases.MARGIN_S`.
+        """
+        return not len(self.leases) and not len(self.reservations) and all(each.at_rest for each in self.tiers())
+
     def session_ended(self, session: bytes, now: float) -> None:
         """A client is gone: everything it held goes."""
         self.inventory.now = now

@@ -19,10 +19,13 @@ class Loop:
     """Runs ``turn()`` every ``period_s`` seconds in a daemon thread until stopped.
 
     ``bound_s`` is the age at which the loop counts as stuck (default: five periods, at least 1 s).
-    ``wake()`` runs the next turn now. A turn must itself be bounded in time.
+    ``wake()`` runs the next turn now. A turn must itself be bounded in time. One that returns a number waits so many
+    seconds in place of the period, and no longer than half of its bound: it has nothing to do before, unless woken.
     """
 
-    def __init__(self, name: str, period_s: float, turn: Callable[[], None], *, bound_s: float | None = None) -> None:
+    def __init__(
+        self, name: str, period_s: float, turn: Callable[[], float | None], *, bound_s: float | None = None
+    ) -> None:
         self.name = name
         self.period_s = period_s
         self.bound_s = bound_s if bound_s is not None else max(1.0, 5 * period_s)
@@ -63,15 +66,16 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
+            pause_s: float | None = None
             try:
-                self._turn()
+                pause_s = self._turn()
                 self.last_error = ""
             except Exception as error:
                 self.failures += 1
                 self.last_error = f"{type(error).__name__}: {error}"
                 log.error("loop turn failed", loop=self.name, failures=self.failures, exc_info=True)
             self._beat = time.monotonic()
-            self._wake.wait(self.period_s)
+            self._wake.wait(self.period_s if pause_s is None else min(pause_s, self.bound_s / 2))
             self._wake.clear()
 
 

@@ -37,6 +37,10 @@ CONNECTIONS_MAX: Final = 2048
 #: A whole header and message must arrive within this, however slowly they trickle.
 FRAME_S: Final = 20.0
 PROGRESS_S: Final = 0.1
+#: While nobody asks anything nobody is owed progress: after so long, the loop that sends it sleeps until it is woken.
+AWAKE_S: Final = 1.0
+DOZE_S: Final = 2.0
+DOZE_BOUND_S: Final = 5.0
 #: Kinds that nobody waits for an answer to: one would be taken for that of another request.
 ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT))
 
@@ -81,7 +85,9 @@ class ChannelServer:
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[Path] = []
         self._stopping = False
-        loops.add(Loop("channel-progress", PROGRESS_S, self._send_progress))
+        self._awake_until = 0.0
+        self._dozing = False
+        self._progress = loops.add(Loop("channel-progress", PROGRESS_S, self._send_progress, bound_s=DOZE_BOUND_S))
         loops.add(Loop("session-deaths", 0.0, self.book.watch_deaths, bound_s=5.0))
 
     @property
@@ -185,6 +191,8 @@ class ChannelServer:
         session = connection.owner
         session.requests += 1
         connection.busy_since = session.used_at = time.monotonic()
+        if self._dozing:
+            self._rouse()
         reply: Reply | None = None
         try:
             handler = self._handlers.get(frame.kind)
@@ -244,13 +252,25 @@ class ChannelServer:
         with contextlib.suppress(Unavailable):
             connection.stream.send(wire.Kind.FAILURE, request, message)
 
-    def _send_progress(self) -> None:
-        due = time.monotonic() - PROGRESS_S * 0.9
+    def _send_progress(self) -> float | None:
+        """Seconds for which nothing is due when nothing was asked for a while: who asks then wakes the loop."""
+        now = time.monotonic()
+        if not self._dozing and now >= self._awake_until:
+            self._dozing = True  # before looking: who is not seen below sees it
         with self._lock:
-            busy = [c for c in self._connections if (since := c.busy_since) is not None and since < due]
-        for connection in busy:
-            with contextlib.suppress(Unavailable):
-                connection.progress()
+            busy = [(c, since) for c in self._connections if (since := c.busy_since) is not None]
+        due = now - PROGRESS_S * 0.9
+        for connection, since in busy:
+            if since < due:
+                with contextlib.suppress(Unavailable):
+                    connection.progress()
+        if busy:
+            self._dozing, self._awake_until = False, now + AWAKE_S
+        return DOZE_S if self._dozing else None
+
+    def _rouse(self) -> None:
+        self._awake_until, self._dozing = time.monotonic() + AWAKE_S, False
+        self._progress.wake()
 
     # ------------------------------------------------------------------ end
 

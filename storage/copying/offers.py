@@ -28,6 +28,8 @@ OFFER_HASHES: Final = 1 << 14
 #: Offers that wait to be sent: the next is made when there are fewer.
 AHEAD: Final = 4
 TURN_S: Final = 0.1
+#: And so often while the node is not drained: an order wakes the loop.
+REST_S: Final = 1.0
 #: A turn that takes longer is a problem in health: it sorts a million blocks in a few seconds.
 BOUND_S: Final = 60.0
 
@@ -96,12 +98,12 @@ class Drains:
 
     # ------------------------------------------------------------------ the loop
 
-    def turn(self) -> None:
-        """Offer as much as the line takes. For one thread."""
+    def turn(self) -> float | None:
+        """Offer as much as the line takes. For one thread. Seconds to the next, while the node is not drained."""
         with self._lock:
             line, offers = self._line, self._offers
         if line is None:
-            return
+            return REST_S
         while not line.over and line.waiting < AHEAD:
             try:
                 offer = next(offers, None)
@@ -109,16 +111,17 @@ class Drains:
                 self._problem = f"drain: what is here could not be offered: {type(error).__name__}: {error}"
                 raise
             if offer is None:
-                return  # blocks that are being written are not there yet, or all is said
+                return None  # blocks that are being written are not there yet, or all is said
             with self._lock:
                 if self._line is not line or self._offers is not offers:
-                    return
+                    return None
                 draining = self._state.draining
                 draining.bytes_total = max(draining.bytes_total, offer.bytes_total)
                 draining.bytes_offered += sum(
                     len(part.hashes) // part.spec.hash_bytes * part.spec.block_bytes for part in offer.holdings
                 )
             line.tell(control.NodeMessage(offer=offer))
+        return None
 
     def _offering(self, command: int) -> Iterator[control.Offer | None]:
         """All offers of a drain; None while it has to wait. Takes the lock itself, a moment at a time."""

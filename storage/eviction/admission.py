@@ -67,6 +67,11 @@ class Admission:
                 break
         return freed
 
+    @property
+    def drains(self) -> bool:
+        """Whether tenants were above their shares after the last :meth:`drain`."""
+        return bool(self._over)
+
     def take_wanted(self) -> dict[str, int]:
         """See :meth:`Inventory.take_wanted`."""
         wanted, self._wanted = self._wanted, {}

@@ -36,6 +36,8 @@ log = get_logger(__name__)
 
 #: The loop comes round this often; a new order wakes it.
 TURN_S: Final = 0.05
+#: And so often while nothing waits: orders wake the loop.
+REST_S: Final = 1.0
 #: A turn that takes longer than this is a problem in health: a device is slow to flush.
 TURN_BOUND_S: Final = 30.0
 #: Orders that wait for their turn.
@@ -245,8 +247,8 @@ class Commands:
 
     # ------------------------------------------------------------------ in turn
 
-    def turn(self) -> None:
-        """Make what was ordered so far last, then confirm it. For one thread."""
+    def turn(self) -> float | None:
+        """Make what was ordered so far last, then confirm it. For one thread. Seconds to the next if nothing waits."""
         fresh = [self._fresh.popleft() for _ in range(len(self._fresh))]
         if self._clock() >= self._retry_at:
             fresh = [*self._unkept, *fresh]
@@ -267,6 +269,8 @@ class Commands:
                 self._unkept.append(order)
         self._erase()
         self._confirm_ended()
+        waits = self._unkept or self._ending or self._changes != self._kept
+        return None if waits or (self._eraser is not None and self._eraser.claimed) else REST_S
 
     def _keep(self, urgent: bool) -> str:
         """Write the file if there is news for it; why it could not be, or an empty string."""

@@ -81,6 +81,11 @@ class DeltaLog:
         """A directory that has applied this batch knows all that an answer given now was based on."""
         return self.open_seq if self._open else self.open_seq - 1
 
+    @property
+    def gathers(self) -> bool:
+        """Whether there is something in the open batch."""
+        return bool(self._open)
+
     def record(
         self,
         added: bool,

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 #: Changes are gathered for at least this before they are sent, and looked for at most this much later.
 BATCH_MIN_S: Final = 0.002
 BATCH_MAX_S: Final = 0.05
+#: The same when the last turn had nothing to say: what becomes visible wakes it, and what leaves can wait as long.
+REST_S: Final = 0.25
 STATUS_S: Final = 1.0
 #: Hashes in one part of a snapshot.
 PART_HASHES: Final = 1 << 16
@@ -56,6 +58,7 @@ class Outbox:
         self._resync = True
         self._detach = ""
         self._next_status = 0.0
+        self._told_all = False
         self._answers: deque[Message] = deque()
 
     # ------------------------------------------------------------------ from other threads
@@ -122,7 +125,7 @@ class Outbox:
         self.attached.wait(ATTACH_S)
         while not self.over:
             yield from self.turn(time.monotonic())
-            if not self.over and self._changed.wait(BATCH_MAX_S):
+            if not self.over and self._changed.wait(REST_S if self._told_all else BATCH_MAX_S):
                 time.sleep(BATCH_MIN_S)
                 self._changed.clear()
 
@@ -159,6 +162,7 @@ class Outbox:
             self._resync = True  # the log was trimmed past us: the next round sends a snapshot
             self._changed.set()
             batches = []
+        self._told_all = not batches and not answers
         for batch in batches:
             yield Message(delta=_delta(batch))
             self.sent_seq = batch.seq

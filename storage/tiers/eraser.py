@@ -81,6 +81,11 @@ class Eraser:
             if not self._left[block.shelf]:
                 del self._left[block.shelf]
 
+    @property
+    def claimed(self) -> bool:
+        """Whether any slot is still to be overwritten."""
+        return bool(self._left)
+
     def holds(self, block: Block) -> bool:
         """Whether the slot is taken for this reason alone."""
         return block in self.kept or block in self._taken

@@ -129,6 +129,25 @@ def test_progress_keeps_a_slow_answer_alive(serve: Serve, me: Identity) -> None:
     channel.close()
 
 
+def test_progress_comes_also_after_a_time_in_which_nobody_asked(
+    serve: Serve, me: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "AWAKE_S", 0.0)
+    monkeypatch.setattr(server_module, "DOZE_S", 60.0)
+    monkeypatch.setattr(server_module, "DOZE_BOUND_S", 200.0)
+
+    def slow(_: ServerConnection, __: Frame) -> Reply:
+        time.sleep(0.8)
+        return Reply(Kind.OK)
+
+    running = serve({Kind.COMMIT: slow})
+    channel = Channel([running.address], me)
+    for _ in range(2):
+        until(lambda: running.server._dozing)
+        assert channel.call(Kind.COMMIT, b"", soon()).kind == Kind.OK
+    channel.close()
+
+
 def test_a_short_deadline_is_kept_and_blames_nobody(serve: Serve, me: Identity) -> None:
     def slow(_: ServerConnection, __: Frame) -> Reply:
         time.sleep(0.5)
