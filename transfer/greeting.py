@@ -28,6 +28,8 @@ from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, Sessi
 #: A hello, and the proof of a ticket after it, are there within this.
 HELLO_S: Final = 5.0
 HELLO_BYTES_MAX: Final = 16 << 10
+#: Of each name in a hello: lists of clients have them all.
+NAME_CHARACTERS_MAX: Final = 1024
 PROOF_BYTES_MAX: Final = CLAIMS_BYTES_MAX + 1024
 
 
@@ -104,6 +106,8 @@ class Greeter:
             )
         if len(hello.session) != 16:
             raise ProtocolError("a session id has 16 bytes")
+        if max(map(len, (hello.software, hello.role, hello.name, hello.host, hello.boot_id))) > NAME_CHARACTERS_MAX:
+            raise ProtocolError(f"a hello with a name of more than {NAME_CHARACTERS_MAX} characters")
         return hello
 
     def _answer(self, connection: ServerConnection, hello: pb.Hello, request: int, answer: pb.HelloOk) -> None:

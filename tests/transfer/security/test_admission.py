@@ -290,6 +290,16 @@ def test_an_oversized_hello_is_not_read(open_door: Callable[..., Door], asks: bo
     assert ended(stream)
 
 
+@pytest.mark.parametrize("part", ["software", "role", "name", "host", "boot_id"])
+def test_a_name_that_fills_lists_is_refused(door: Door, part: str) -> None:
+    hello = Identity(os.urandom(16)).hello()
+    setattr(hello, part, "x" * (greeting.NAME_CHARACTERS_MAX + 1))
+    stream = door.dial()
+    stream.send(Kind.HELLO, 1, hello.SerializeToString())
+    assert failure(stream) == "ProtocolError"
+    assert ended(stream)
+
+
 def test_an_oversized_proof_is_not_read(door: Door) -> None:
     stream, _, _ = door.greeted()
     stream.sock.sendall(wire.encode_header(Kind.PROVE, 2, wire.MESSAGE_BYTES_MAX))
