@@ -137,7 +137,7 @@ def _tenants(document: Document) -> Iterator[dict[str, str]]:
                 Severity.WARNING,
                 "tenant",
                 f"tenant {tenant['name']} is at its limit, and its blocks leave or are refused",
-                "see what a larger one would give: kvstrata tenant get --what-if",
+                f"see what a larger one would give: kvstrata tenant get {shlex.quote(tenant['name'])}",
             )
 
 

@@ -72,7 +72,7 @@ function cards(status) {
   const made = [
     card("Nodes active", `${totals.nodes_active} of ${totals.nodes}`, missing > 0 ? `${missing} not active` : totals.nodes ? "all are here" : "none yet",
       null, missing > 0 ? "bad" : ""),
-    card("Hit rate", percent(seen.minute.hit_rate), `this minute; hour ${percent(seen.hour.hit_rate)}`,
+    card("Hit rate", percent(seen.minute.hit_rate), `hour ${percent(seen.hour.hit_rate)}`,
       sparkline(rates, spoken("Hit rate", rates, percent), 1)),
     ...TIERS.map(([tier, title]) => {
       const { used, size } = totals[tier];
@@ -82,7 +82,7 @@ function cards(status) {
     }),
     moved("Loads", transfers.bytes_out_per_second, series.bytes_out),
     moved("Stores", transfers.bytes_in_per_second, series.bytes_in),
-    card("Blocks", count(totals.blocks), `${totals.clients} client${totals.clients === 1 ? "" : "s"} connected`, null),
+    card("Blocks", count(totals.blocks), `${totals.clients} client${totals.clients === 1 ? "" : "s"}`, null),
   ];
   put($("cards"), ...made);
 }
@@ -91,7 +91,7 @@ function cards(status) {
 function moved(title, now, minutes) {
   const rates = minutes.map((value) => (value === null ? null : value / 60));
   const peak = Math.max(0, ...rates.filter((value) => value !== null));
-  return card(title, rate(now), `hour’s peak ${rate(peak)}`, sparkline(rates, spoken(title, rates, rate)));
+  return card(title, rate(now), `peak ${rate(peak)}`, sparkline(rates, spoken(title, rates, rate)));
 }
 
 function spoken(what, values, shown) {
