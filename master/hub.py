@@ -197,6 +197,11 @@ class Hub:
         """Remember an event for operators. What the state reports is noted by itself."""
         self.events.note(happening, time.time())
 
+    def ordered(self, happening: Happening) -> None:
+        """An operator changed something: for the log, and among events."""
+        log.info("ordered", what=happening.text)
+        self.note(happening)
+
     # ------------------------------------------------------------------ orders to nodes
 
     def change(self, change: Callable[[MasterState, float], tuple[T, list[m.Command]]]) -> T:

@@ -34,7 +34,7 @@ class Content:
         Raises :class:`Unavailable` when the epoch is in effect and may be forgotten in a restart.
         """
         cleared = self._hub.order(lambda state, now: state.bump(request.group, now))
-        self._hub.note(orders.epoch_bumped(request.group, cleared.epoch, cleared.blocks))
+        self._hub.ordered(orders.epoch_bumped(request.group, cleared.epoch, cleared.blocks))
         durable = self._hub.durable()
         return self._waited(cleared, request.deadline_ms, f"epoch {cleared.epoch} is in effect", durable)
 
@@ -54,7 +54,7 @@ class Content:
             return control.Dropped(blocks=self._hub.read(lambda state, _: state.clearing.counted(group, salt)))
         cleared = self._hub.order(lambda state, now: state.drop(group, salt, erase, now), durable=False)
         named = salt is not None and self._hub.read(lambda state, _: state.quotas.defined(salt))
-        self._hub.note(orders.dropped(group, salt, cleared.blocks, named=named))
+        self._hub.ordered(orders.dropped(group, salt, cleared.blocks, named=named))
         return self._waited(cleared, deadline_ms, "dropped", self._hub.durable())
 
     def _waited(self, cleared: Cleared, deadline_ms: int, what: str, durable: bool) -> control.Dropped:

@@ -63,7 +63,7 @@ class Replicating:
 
         self._hub.order(change)
         named = salt is not None and self._hub.read(lambda state, _: state.quotas.defined(salt))
-        self._hub.note(orders.replicas_set(request.group, salt, request.count, named=named))
+        self._hub.ordered(orders.replicas_set(request.group, salt, request.count, named=named))
         self._make_durable("the number of replicas is in effect")
         return self.list()
 

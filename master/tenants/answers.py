@@ -80,7 +80,7 @@ class Tenants:
         if request.dry_run:
             return control.TenantChanged(before=before, after=_as_if(before, policy), warnings=warnings)
         self._hub.order(lambda state, now: (None, state.set_tenant(policy, now)))
-        self._hub.note(
+        self._hub.ordered(
             orders.tenant_set(policy_message(policy), before.policy if before.defined else control.TenantPolicy())
         )
         self._make_durable("the policy is in effect")
@@ -96,7 +96,7 @@ class Tenants:
         )
         if not dry_run:
             self._hub.order(lambda state, now: (None, state.set_default(policy, deny, now)))
-            self._hub.note(orders.default_set(changed.after.policy, changed.before.policy, deny))
+            self._hub.ordered(orders.default_set(changed.after.policy, changed.before.policy, deny))
             self._make_durable("the default is in effect")
         return changed
 
@@ -112,7 +112,7 @@ class Tenants:
             changed.warnings.append(f"tenant {salt!r} has no policy: the default applies to it already")
         if not request.dry_run:
             self._hub.order(lambda state, now: (None, state.remove_tenant(salt, now)))
-            self._hub.note(orders.tenant_removed(salt, named=before.defined))
+            self._hub.ordered(orders.tenant_removed(salt, named=before.defined))
             self._make_durable("the policy is removed")
         if request.drop_blocks:
             changed.dropped.CopyFrom(self._content.clear("", salt, request.erase, request.dry_run))
