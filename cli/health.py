@@ -55,6 +55,8 @@ def _say_health(
     typer.echo(f"  this master {role}, epoch {report.epoch}")
     for problem in report.problems:
         typer.echo(f"  problem: {problem}")
+    for warning in report.warnings:
+        typer.echo(f"  warning: {warning}")
     for software, count in sorted(report.refused_versions.items()):
         typer.echo(f"  refused {count} times: {software} speaks another protocol version; upgrade the older side")
     _node_table(nodes)

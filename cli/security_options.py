@@ -23,7 +23,7 @@ TicketKeys = Annotated[
     _file("--ticket-keys", "Keys of tickets, the same file on masters and nodes: the channel asks for tickets."),
 ]
 TokenOfNode = Annotated[Path | None, _file("--token-file", "File with the token that this node shows to masters.")]
-TlsCert = Annotated[Path | None, _file("--tls-cert", "PEM chain: serve HTTP and gRPC by TLS. Read again on change.")]
+TlsCert = Annotated[Path | None, _file("--tls-cert", "PEM chain: serve by TLS, HTTP and gRPC. Read again on change.")]
 TlsKey = Annotated[Path | None, _file("--tls-key", "PEM key of --tls-cert, without a password.")]
 TlsCa = Annotated[Path | None, _file("--tls-ca", "PEM of the CA whose certificates are believed.")]
 ClientCerts = Annotated[

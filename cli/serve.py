@@ -11,6 +11,7 @@ import typer
 from kvstrata.cli.daemons import Config, Format, Level
 from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
+from kvstrata.cli.security_options import TlsCert, TlsKey
 from kvstrata.cli.sizes import address_flag, addresses_flag, size_flag
 
 
@@ -56,6 +57,8 @@ def serve(
     ] = None,
     enable_reset: Annotated[bool, typer.Option(help="Serve POST /reset_prefix_cache.")] = False,
     grace: Annotated[float, typer.Option(help="Seconds that answers may go on after SIGTERM.", min=0)] = 10.0,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     model: Annotated[
         str,
         typer.Option(
@@ -176,6 +179,8 @@ def serve(
             api_key=api_key,
             allow_reset=enable_reset,
             grace_s=grace,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
 

@@ -104,6 +104,8 @@ def _grpc(address: str) -> Iterator[Row]:
         advice = "is the port open between here and there? nodes need it to attach"
         yield Row("masters", what, Verdict.PROBLEM, str(error), advice)
         return
+    for warning in report.warnings:
+        yield Row("masters", f"{address}: health", Verdict.WARNING, warning, "see docs/security.md")
     if not report.healthy or report.problems:
         found = "; ".join(report.problems) or "it calls itself unhealthy"
         yield Row("masters", what, Verdict.PROBLEM, found, "kvstrata health says more")

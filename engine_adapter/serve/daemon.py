@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from kvstrata.engine_adapter.serve.served_model import ServedModel
 from kvstrata.engine_adapter.serve.service import Service
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.security.tls import ServerTls
 from kvstrata.transfer.web import WebServer
 
 log = get_logger(__name__)
@@ -37,7 +39,8 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """``model_name``: what clients call the model. ``grace_s``: how long answers may go on after SIGTERM."""
+    """``model_name``: what clients call the model. ``grace_s``: how long answers may go on after SIGTERM. With
+    ``tls_cert`` and ``tls_key``, files in PEM, HTTP is served by TLS alone."""
 
     engine: EngineConfig
     listen: str
@@ -45,10 +48,14 @@ class ServeConfig:
     api_key: str = ""
     allow_reset: bool = False
     grace_s: float = 10.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
     def validated(self) -> ServeConfig:
         if not self.model_name:
             raise ConfigError("the served model's name is empty: leave --served-model-name out, or name it")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key go together: give both, or neither")
         return self
 
 
@@ -96,7 +103,10 @@ def run(config: ServeConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
         stop = _Stop()
         stack.callback(stop.restore)
         front = _LateApp()
-        web = WebServer(front, config.listen, requests_max=CONNECTIONS_MAX)
+        tls = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            tls = ServerTls(config.tls_cert, config.tls_key)
+        web = WebServer(front, config.listen, requests_max=CONNECTIONS_MAX, tls=tls)
         stack.callback(web.stop)
         loop = EngineLoop(Engine.create(config.engine))
         stack.callback(loop.close, ENGINE_CLOSE_S)

@@ -23,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstrata.cli.cluster import Cluster, Plan
 from kvstrata.cli.serve import serve
 from kvstrata.engine_adapter.connector.config import PoolConfig
+from kvstrata.transfer.security.tls import client_context
+from tests.certificates import Authority
 
 FREE = "127.0.0.1:0"
 Start = Callable[..., "Server"]
@@ -198,6 +200,16 @@ def test_without_its_pool_a_server_serves(start: Start) -> None:
     assert server.http.get("/health").status_code == 200
 
 
+def test_with_a_certificate_a_server_answers_by_tls_alone(start: Start, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "pki")
+    pair = authority.pair("engine")
+    server = start(*SMALL, "--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    context = client_context(authority.ca)
+    assert httpx.get(f"https://{server.ready['http']}/health", verify=context).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        server.http.get("/health")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -205,6 +217,7 @@ def test_without_its_pool_a_server_serves(start: Start) -> None:
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
         (["--kv-memory", "1KiB"], "1024 bytes"),
         (["--max-model-len", "100000"], "100000"),
+        (["--tls-cert", "nowhere.pem"], "go together"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

@@ -107,6 +107,8 @@ def test_an_answer_that_nobody_takes_is_cut(serve: Any) -> None:
     server = serve()
     with connected(server) as sock:
         sock.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(1)
+        assert server._server.server_state.connections
         deadline = time.monotonic() + DEADLINE_S
         while server._server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.02)
