@@ -101,7 +101,9 @@ def http_page() -> str:
     lines = [
         "# HTTP",
         "",
-        "Plain HTTP/1.1. Each daemon answers on the address of its `--http` (an engine: `--listen`).",
+        "HTTP/1.1, over TLS where it is on; which role a route needs is in "
+        "[Security](../security.md#what-each-role-may-do). Each daemon answers on the address of its `--http` "
+        "(an engine: `--listen`).",
         "",
     ]
     found = routes()

@@ -66,6 +66,8 @@ def parse(line: str, folder: Path) -> str:
         with command.make_context(command.name, _with_file(given, folder)) as context:
             return f"{context.args} is too much" if context.args else ""
     except Exception as error:  # noqa: BLE001  whatever it says is told of
+        if "does not exist" in str(error) and type(error).__name__ == "BadParameter":
+            return ""  # a file that is not on this machine
         return f"{type(error).__name__}: {getattr(error, 'message', None) or error}"
 
 
