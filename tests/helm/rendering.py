@@ -53,6 +53,11 @@ def value_sets() -> dict[str, Values]:
             "sentinelPasswordSecret": {"name": "sentinel", "key": "pw"},
             "tls": {"secretName": "redis-tls"},
         },
+        "security": {
+            name: {"name": "auth"}
+            for name in ("tokensSecret", "ticketKeysSecret", "nodeTokenSecret", "readTokenSecret")
+        },
+        "tls": {"secretName": "tls", "clientCerts": True},
         "storage": {
             "readProcessMemory": True,
             "podLabels": {"team": "kv"},
@@ -61,7 +66,8 @@ def value_sets() -> dict[str, Values]:
         },
         "networkPolicy": {"clients": [], "metrics": []},
     }
-    return {"defaults": {}, **examples, "everything": everything}
+    encrypted: Values = {"tls": {"certManager": {"enabled": True, "issuerName": "ca"}}}  # and nobody is asked
+    return {"defaults": {}, **examples, "encrypted": encrypted, "everything": everything}
 
 
 @cache

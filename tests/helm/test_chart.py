@@ -221,7 +221,8 @@ def test_directories_of_a_host_are_given_and_nothing_else_on_its_disks(tmp_path:
         ({}, "Three masters need a Redis"),
         ({"storage": {"dram": "64Gi", "drainSeconds": 60}}, "takes 256 s, and storage.drainSeconds is 60"),
         ({"master": {"persistence": {"enabled": False}}}, "WARNING: the master keeps"),
-        ({"networkPolicy": {"enabled": False}}, "WARNING: nothing here asks who calls"),
+        ({}, "WARNING: nothing here asks who calls"),
+        (SETS["production"], "They need a token of role client"),
     ],
 )
 def test_the_notes_say_what_to_do(values: Values, said: str) -> None:
@@ -229,7 +230,7 @@ def test_the_notes_say_what_to_do(values: Values, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_policies_open_ports_that_are_there_and_http_to_no_client(name: str) -> None:
+def test_policies_open_ports_that_are_there_and_http_to_clients_for_tickets_alone(name: str) -> None:
     found = objects(SETS[name])
     ports = {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: main_container(each)["ports"]
@@ -244,4 +245,6 @@ def test_policies_open_ports_that_are_there_and_http_to_no_client(name: str) -> 
             opened = {names[port["port"]] for port in rule["ports"]}
             assert rule["from"], "an empty list lets everybody in"
             if rule["from"] == clients:
-                assert opened == set(names.values()) - {"http"}
+                asks = chart().merge_values(SETS[name])["security"]["tokensSecret"]["name"]
+                tickets = asks and component == "master"
+                assert opened == set(names.values()) - (set() if tickets else {"http"})

@@ -126,7 +126,7 @@ def test_every_alert_has_its_place_in_the_runbook() -> None:
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.M)
     assert headings == [alert["alert"] for alert in alerts()]
     for alert in alerts():
-        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
         assert alert["labels"]["severity"] in ("critical", "warning", "info") and alert["annotations"]["summary"]
 
 

@@ -32,9 +32,23 @@ def listed(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": item}
 
 
+KEY = closed({"name": TEXT, "key": TEXT})
+
 SPECS = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): closed(
-        {"selector": SELECTOR, "endpoints": listed(closed({"port": TEXT, "path": TEXT, "interval": TEXT}))}
+        {
+            "selector": SELECTOR,
+            "endpoints": listed(
+                closed(
+                    {"port": TEXT, "path": TEXT, "interval": TEXT},
+                    scheme={"const": "https"},
+                    tlsConfig=closed(
+                        {"serverName": TEXT, "ca": closed({"secret": KEY})}, cert=closed({"secret": KEY}), keySecret=KEY
+                    ),
+                    authorization=closed({"credentials": KEY}),
+                )
+            ),
+        }
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): closed(
         {
@@ -58,7 +72,7 @@ SPECS = {
             "secretName": TEXT,
             "commonName": {"type": "string", "maxLength": 64},
             "dnsNames": listed(TEXT),
-            "usages": listed({"enum": ["digital signature", "key encipherment", "client auth"]}),
+            "usages": listed({"enum": ["digital signature", "key encipherment", "client auth", "server auth"]}),
             "privateKey": closed({"rotationPolicy": {"enum": ["Always", "Never"]}}),
             "issuerRef": closed({"name": TEXT, "kind": {"enum": ["Issuer", "ClusterIssuer"]}}),
         }

@@ -15,6 +15,7 @@ from tests.helm.values_table import default_of, leaves
 SETS = value_sets()
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+SECRETS = ("tokensSecret", "ticketKeysSecret", "nodeTokenSecret")
 #: A value other than any that is set anywhere, where its type alone does not say one.
 OTHERS: dict[str, Any] = {
     "image.digest": "sha256:" + "1" * 64,
@@ -30,6 +31,7 @@ OTHERS: dict[str, Any] = {
     "networkPolicy.hosts": ["10.77.0.0/16"],
     "networkPolicy.metrics": [{"podSelector": {}}],
     "monitoring.serviceMonitor.interval": "7s",
+    "monitoring.rules.runbook": "https://other.example.org/runbook",
 }
 
 
@@ -64,6 +66,23 @@ OTHERS: dict[str, Any] = {
         ({"networkPolicy": {"hosts": ["10.0.0.1"]}}, "hosts"),
         ({"runAs": {"user": 0}}, "user"),
         ({"tls": {"enabled": True}}, "tls"),
+        ({"security": {"tokensSecret": {"name": "auth"}}}, "security"),
+        ({"security": {name: {"name": "auth"} for name in SECRETS}}, "tls"),
+        ({"security": {"ticketKeysSecret": {"name": "auth"}}}, "tokensSecret"),
+        ({"security": {"readTokenSecret": {"name": "auth"}}}, "tokensSecret"),
+        ({"tls": {"certManager": {"enabled": True}}}, "issuerName"),
+        ({"tls": {"secretName": "a", "certManager": {"enabled": True, "issuerName": "b"}}}, "secretName"),
+        ({"tls": {"clientCerts": True}}, "tls"),
+        ({"monitoring": {"rules": {"runbook": "docs/runbook.md"}}}, "runbook"),
+        ({"storage": {"ssd": {"devices": [{"size": "1Gi", "hostPath": "/mnt/a"}] * 2}}}, "directory of its own"),
+        (
+            {"storage": {"ssd": {"devices": [{"size": "1Gi", "hostPath": each} for each in ("/mnt/a", "/mnt/a/")]}}},
+            "hostPath|directory of its own",
+        ),
+        (
+            {"storage": {"ssd": {"devices": [{"size": "1Gi", "hostPath": "/var/lib/kvstrata"}]}}},
+            "none is storage.data.hostPath",
+        ),
         ({"image": {"digest": "sha256:1"}}, "digest"),
     ],
 )

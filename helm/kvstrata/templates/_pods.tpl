@@ -55,16 +55,12 @@ topologySpreadConstraints:
 {{/* Whether the process answers at all. Not /healthz: it is 503 for what a restart does not mend. */}}
 {{- define "kvstrata.liveness" -}}
 livenessProbe:
-  httpGet:
-    path: /metrics
-    port: http
+  {{- include "kvstrata.probe" (dict "root" . "path" "/metrics") | nindent 2 }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 12
 readinessProbe:
-  httpGet:
-    path: /readyz
-    port: http
+  {{- include "kvstrata.probe" (dict "root" . "path" "/readyz") | nindent 2 }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 3
