@@ -75,7 +75,7 @@ class ClientCalls:
             return answer, state.membership.slot_facts, now
 
         answer, facts, now = self._hub.read(ask)
-        self._hub.metrics.looked_up(answer, time.perf_counter() - began)
+        self._hub.metrics.looked_up(answer, time.perf_counter() - began, request)
         if not answer.not_yet:
             self._log(opened, salt, keys, answer.found.present, now)
         return answer, facts

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.content.misses import COUNTED, MissReason
 from kvstrata.proto.status import PlaceState, Tier
+from kvstrata.transfer.timings import exemplar_of
+from kvstrata.transfer.tracing import TRACING
 
 _LATENCY_BUCKETS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
 
@@ -37,13 +39,13 @@ class Metrics:
         self._misses = {reason: misses.labels(reason.label) for reason in COUNTED}
         self._places = [places.labels(state.name.lower()) for state in PlaceState]
 
-    def looked_up(self, answer: LookedUp, seconds: float) -> None:
-        """Count one lookup."""
+    def looked_up(self, answer: LookedUp, seconds: float, request: str = "") -> None:
+        """Count one lookup; by its trace, or else by ``request``, a person finds one that took so long."""
         found = answer.found
         asked = len(found.codes)
         self._lookups.inc()
         self._asked.inc(asked)
-        self._seconds.observe(seconds)
+        self._seconds.observe(seconds, exemplar_of(TRACING.trace_id() if TRACING.on else "", request))
         tiers = np.bincount((found.codes[found.present] - np.uint16(1)) & np.uint16(3), minlength=len(self._hits))
         for counter, count in zip(self._hits, tiers.tolist(), strict=False):
             if count:

@@ -47,6 +47,13 @@ class _Histogram:
         return buckets
 
 
+def exemplar_of(trace_id: str, request: str) -> dict[str, str] | None:
+    """Labels of an exemplar: by its trace, or else by the engine's name of the request; None without either."""
+    if trace_id:
+        return {"trace_id": trace_id}
+    return {"request": request[:EXEMPLAR_CHARACTERS_MAX]} if request else None
+
+
 class Timings:
     """Seconds of calls by the name of the call, and in each bucket the newest call that has a name. Thread-safe."""
 
@@ -62,10 +69,9 @@ class Timings:
         with self._lock:
             histogram.counts[bucket] += 1
             histogram.total += seconds
-            if trace_id:
-                histogram.exemplars[bucket] = {"trace_id": trace_id}, seconds
-            elif request:
-                histogram.exemplars[bucket] = {"request": request[:EXEMPLAR_CHARACTERS_MAX]}, seconds
+            labels = exemplar_of(trace_id, request)
+            if labels is not None:
+                histogram.exemplars[bucket] = labels, seconds
 
     def count(self, name: str) -> int:
         """Calls of that name since the start."""

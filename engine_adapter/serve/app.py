@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Final
 
 import msgspec
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -93,8 +92,9 @@ class Routes:
             raise ApiError(409, "blocks are in use: try again when no request runs", code="cache_in_use")
         return Response(status_code=200)
 
-    def metrics(self, _: Request) -> Response:
-        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    def metrics(self, request: Request) -> Response:
+        page, content_type = self._service.metrics.exposition(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
     def health(self, _: Request) -> Response:
         health = self._service.engine.health()

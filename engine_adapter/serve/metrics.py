@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
+from kvstrata.client.metrics import CLIENTS
 from kvstrata.engine_adapter.paged.stats import COMPUTED, EXTERNAL, LOCAL, EngineStats
 from kvstrata.engine_adapter.serve.choice import FINISH_REASONS, Choice
+from kvstrata.transfer.exposition import add_process, exposition
 
 LABELS: Final = ("model_name", "engine")
 #: Seconds. A CPU model's first token and a GPU's both fall well inside.
@@ -87,6 +89,8 @@ class ServeMetrics:
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(model_name, stats))
+        self._registry.register(CLIENTS)
+        add_process(self._registry)
         labels = {"model_name": model_name, "engine": "0"}
         self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
@@ -117,9 +121,9 @@ class ServeMetrics:
         """A request's client went away before its end."""
         self._ended.labels(**self._labels, finished_reason="abort").inc()
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self._registry)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """What Prometheus scrapes, and its content type, for a request's Accept header."""
+        return exposition(self._registry, accept)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
