@@ -51,7 +51,8 @@ class Views:
         return self._hub.read(_namespace_list)
 
     def health(self) -> control.HealthReport:
-        """Totals and problems; ``ready`` is False while lookups may still answer "not yet"."""
+        """Totals and problems; ``ready`` is False while lookups may still answer "not yet", and where nobody is known
+        to lead: a rollout waits for both."""
         report = self._hub.read(_totals)
         report.cluster_id = self._hub.cluster_id
         report.software = SOFTWARE
@@ -64,6 +65,7 @@ class Views:
             report.warnings.extend(self.security.warnings())
             report.security.CopyFrom(control.SecurityFacts(**self.security.facts()))
         report.leading, report.leader = self._hub.leads()
+        report.ready &= bool(report.leading or report.leader)
         for name, age_s in self._loops.ages_s().items():
             report.loop_age_seconds[name] = age_s
         for software, count in self._hub.refused_versions.counts().items():

@@ -110,7 +110,8 @@ def _grpc(address: str) -> Iterator[Row]:
         found = "; ".join(report.problems) or "it calls itself unhealthy"
         yield Row("masters", what, Verdict.PROBLEM, found, "kvstrata health says more")
     elif not report.ready:
-        advice = "nodes of its roster have not come back: wait, start them, or take them off"
+        missing = "nodes of its roster have not come back: wait, start them, or take them off"
+        advice = missing if report.leading or report.leader else "no master leads: can they reach their state store?"
         yield Row("masters", what, Verdict.WARNING, "not ready yet", advice)
     else:
         found = f"healthy, {report.nodes_active} of {report.nodes_total} nodes active, {took_s * 1e3:.1f} ms"
