@@ -107,7 +107,8 @@ class Connection:
         if ticket is None:
             if asked:
                 raise Unauthenticated(
-                    f"{address} wants a ticket: give a token (Client(token=...), --token-file or KVSTRATA_TOKEN_FILE)"
+                    f"{address} wants a ticket: give a token (Client(token=...), --token-file or KVSTRATA_TOKEN_FILE), "
+                    "and a node --ticket-keys"
                 )
             return
         if not asked:

@@ -83,10 +83,10 @@ class Greeter:
         """A fresh ticket on a connection that has proved one; the answer's message. Raises as :func:`verify`."""
         if not connection.challenge:
             raise Refused("tickets are off here: there is nothing to prove")
-        rights, answer = self._admission.prove(message, connection.challenge, connection.nonce)
+        rights, answer, signature = self._admission.prove(message, connection.challenge, connection.nonce)
         if rights.subject != connection.owner.subject:
             raise Unauthenticated("the ticket is not good here")
-        connection.rights = rights
+        connection.rights, connection.signature = rights, signature
         return answer.SerializeToString()
 
     # ------------------------------------------------------------------ the hello
@@ -144,7 +144,9 @@ class Greeter:
             stream.send(wire.Kind.PONG, frame.request)
         if frame.kind != wire.Kind.PROVE:
             raise Unauthenticated("a ticket has to be proved first: give a token (token=..., or --token-file)")
-        rights, answer = self._admission.prove(frame.message, connection.challenge, connection.nonce)
+        rights, answer, connection.signature = self._admission.prove(
+            frame.message, connection.challenge, connection.nonce
+        )
         self._enter(connection, hello, rights)
         stream.close_fds()
         stream.send(wire.Kind.PROVE_OK, frame.request, answer.SerializeToString())

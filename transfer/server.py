@@ -222,7 +222,8 @@ class ChannelServer:
 
     def _admit(self, connection: ServerConnection, kind: int) -> None:
         assert connection.account is not None and connection.busy_since is not None
-        self._admission.admit(connection.rights, connection.account, kind, connection.busy_since)
+        account, signature = connection.account, connection.signature
+        self._admission.admit(connection.rights, account, kind, connection.busy_since, signature)
 
     def _prove(self, connection: ServerConnection, frame: Frame) -> Reply:
         return Reply(wire.Kind.PROVE_OK, self._greeter.renew(connection, frame.message))

@@ -68,6 +68,7 @@ class ServerConnection:
         self.account: Account | None = None  #: what that one has here, once it has been let in
         self.challenge = b""  #: what its tickets are proved against; empty where they are off
         self.nonce = b""
+        self.signature = ("", b"")  #: of the ticket: the key that it was made with
 
     @property
     def owner(self) -> Session:

@@ -23,6 +23,9 @@ from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
 from kvstrata.transfer.security.rights import Rights, Role, includes
 from kvstrata.transfer.security.tickets import CHALLENGE_BYTES, expired, verify
 
+#: Id and secret of the key that a ticket was made with.
+Signature = tuple[str, bytes]
+_UNSIGNED: Final[Signature] = ("", b"")
 #: Why frames and peers are refused: what :attr:`Admission.counts` has.
 REFUSALS: Final = ("unauthenticated", "expired", "forbidden", "throttled")
 
@@ -99,25 +102,32 @@ class Admission:
     def challenge() -> bytes:
         return os.urandom(CHALLENGE_BYTES)
 
-    def prove(self, message: bytes, challenge: bytes, nonce: bytes) -> tuple[Rights, pb.ProveOk]:
-        """What a PROVE frame's ticket allows, and the answer. Raises as :func:`verify`."""
+    def prove(self, message: bytes, challenge: bytes, nonce: bytes) -> tuple[Rights, pb.ProveOk, Signature]:
+        """What a PROVE frame's ticket allows, the answer, and what made the ticket. Raises as :func:`verify`."""
         assert self._key_file is not None
         try:
             proof = pb.Prove.FromString(message)
         except DecodeError as error:
             raise Unauthenticated("a proof that does not decode") from error
-        return verify(self._key_file.keys(), proof, challenge, nonce, self._clock())
+        keys = self._key_file.keys()
+        rights, answer = verify(keys, proof, challenge, nonce, self._clock())
+        name = pb.TicketClaims.FromString(proof.claims).key
+        return rights, answer, (name, keys.secrets[name])
 
-    def admit(self, rights: Rights, account: Account, kind: int, now: float) -> None:
+    def admit(self, rights: Rights, account: Account, kind: int, now: float, signature: Signature = _UNSIGNED) -> None:
         """Whether a frame of this kind may be handled at ``now`` (monotonic seconds).
 
+        A ticket ends with its time, and with its key: so keys that leaked end what was proved with them, too.
         Raises :class:`Forbidden`, :class:`TicketExpired`, or :class:`Busy`.
         """
         if self._key_file is not None:
             if kind not in _MAY[rights.role]:
                 raise _forbidden(rights, kind)
-            if kind in _BEGIN and rights.expires is not None and expired(rights.expires, self._clock()):
-                raise TicketExpired("the ticket has run out: prove a fresh one")
+            if kind in _BEGIN:
+                if rights.expires is not None and expired(rights.expires, self._clock()):
+                    raise TicketExpired("the ticket has run out: prove a fresh one")
+                if self._key_file.keys().secrets.get(signature[0]) != signature[1]:
+                    raise TicketExpired("the ticket's key was taken away: prove one that was made with another")
         if not account.take(now) and kind in _BEGIN:
             self.counts["throttled"] += 1
             raise Busy(f"more than {self.bounds.requests_s:.0f} requests a second of one client: slow down")

@@ -94,7 +94,7 @@ def test_each_role_may_do_what_is_its_own_and_no_more(keys: KeyFile, role: Role,
     allowed = set()
     for kind in range(256):
         try:
-            admission.admit(someone(role=role), account, kind, 0.0)
+            admission.admit(someone(role=role), account, kind, 0.0, ("one", keys.keys().secrets["one"]))
         except Forbidden as error:
             assert "engine has " + role in str(error)
         else:
@@ -226,6 +226,22 @@ def test_what_was_begun_goes_on_when_the_ticket_has_run_out_and_nothing_new_begi
     assert door.server.counts["expired"] == 1
     connection.prove(issue(keys.keys(), someone(), door.clock()))
     assert connection.call(Kind.LOOKUP, b"").kind == Kind.LOOKUP_OK
+    connection.close()
+
+
+@pytest.mark.parametrize("after", [("two",), ("two", "one")])
+def test_a_ticket_ends_with_its_key(door: Door, keys: KeyFile, tmp_path: Path, after: tuple[str, ...]) -> None:
+    connection = enter(door, keys)
+    write_keys(tmp_path / "ticket-keys", *after)
+    keys.refresh()
+    if "one" in after:
+        assert connection.call(Kind.LOOKUP, b"").kind == Kind.LOOKUP_OK, "it no longer signs, and is believed"
+    else:
+        with pytest.raises(TicketExpired, match="taken away"):
+            connection.call(Kind.LOOKUP, b"")
+        assert connection.call(Kind.COMMIT, b"").kind == Kind.COMMIT_OK
+        connection.prove(issue(keys.keys(), someone(), time.time()))
+        assert connection.call(Kind.LOOKUP, b"").kind == Kind.LOOKUP_OK
     connection.close()
 
 
