@@ -40,7 +40,8 @@ class HttpGuard:
         if scope["type"] != "http":
             return
         request = Request(scope)
-        part = scope["path"].removeprefix("/").partition("/")[0]
+        path = scope["path"]
+        part = path if path.startswith("//") else path.removeprefix("/").partition("/")[0]
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         access = self._rules.get((method, part))
         try:
