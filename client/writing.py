@@ -36,9 +36,13 @@ _IN_FLIGHT: Final = int(BlockStatus.IN_FLIGHT)
 _FULL: Final = int(BlockStatus.FULL)
 _QUOTA: Final = int(BlockStatus.QUOTA)
 _NODE_LOST: Final = int(BlockStatus.NODE_LOST)
+_REFUSED: Final = int(BlockStatus.REFUSED)
+#: What placement says: another writer stores it, nobody has room.
+_AT_OTHERS: Final = int(PlaceState.IN_FLIGHT)
+_NOWHERE: Final = int(PlaceState.NOWHERE)
 #: Statuses after which another node may take the block: by value.
 _ELSEWHERE: Final = np.zeros(256, bool)
-_ELSEWHERE[[int(BlockStatus.REFUSED), _NODE_LOST]] = True
+_ELSEWHERE[[_REFUSED, _NODE_LOST]] = True
 
 
 @dataclass(slots=True)
@@ -84,7 +88,7 @@ class Writer:
             if not offered.pending:
                 raise
             refused_late("store", error)
-            status[status == _UNKNOWN] = BlockStatus.REFUSED
+            status[status == _UNKNOWN] = _REFUSED
         return Pushed(status, moved, durable, tuple(offered.pending))
 
     def _write(self, offered: Offered, status: npt.NDArray[np.uint8], durable: Mask) -> int:
@@ -93,8 +97,8 @@ class Writer:
         if placed is None:
             return 0
         states = self._states(offered, placed)
-        status[states == PlaceState.IN_FLIGHT] = BlockStatus.IN_FLIGHT
-        nowhere = (states == PlaceState.NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
+        status[states == _AT_OTHERS] = _IN_FLIGHT
+        nowhere = (states == _NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
         if nowhere.any():
             status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
         moved, where = self._send(offered, placed, states, status, durable), Hint(placed.codes, placed.nodes)
@@ -102,7 +106,7 @@ class Writer:
         if refused.any() and time.monotonic() < offered.deadline:
             more, where = self._elsewhere(offered, where, refused, status, durable)
             moved += more
-        status[status == _UNKNOWN] = BlockStatus.REFUSED  # a state this version does not know
+        status[status == _UNKNOWN] = _REFUSED  # a state this version does not know
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
             codes = np.where(held, where.codes, 0).astype(np.uint16)
@@ -140,7 +144,7 @@ class Writer:
         others = np.array([False, *(node not in avoid for node in again.nodes for _ in range(4))])
         taken = refused & others[again.codes]
         again = Placed(np.where(taken, again.codes, 0).astype(np.uint16), again.states, again.nodes)
-        status[taken & (again.states == PlaceState.IN_FLIGHT)] = BlockStatus.IN_FLIGHT
+        status[taken & (again.states == _AT_OTHERS)] = _IN_FLIGHT
         moved = self._send(offered, again, again.states, status, durable)
         return moved, chosen(first, Hint(again.codes, again.nodes), taken)
 
@@ -167,7 +171,7 @@ class Writer:
     def _states(self, offered: Offered, placed: Placed) -> npt.NDArray[np.uint8]:
         """The master's word, but what this client just stored itself is there, not in another writer's flight:
         the directory has not heard of it yet."""
-        in_flight = placed.states == PlaceState.IN_FLIGHT
+        in_flight = placed.states == _AT_OTHERS
         if in_flight.any():
             namespace = offered.namespace
             hint = self._recent.find(namespace, offered.salt, offered.hashes, epoch=namespace.epoch)

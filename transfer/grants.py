@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -54,8 +54,27 @@ class Granted:
 
     def addresses(self, slabs: Mapping[int, Slab], block_bytes: int) -> npt.NDArray[np.int64]:
         """Where each granted block lies in this process, i64[count]; raises :class:`ProtocolError` if one does not."""
-        for index in np.unique(self.slab).tolist():
-            here = self.slab == index
-            slabs[index].check(int(self.slot[here].max()), int(self.offset[here].max()), block_bytes)
-        base = np.array([slabs[index].address for index in self.slab.tolist()], np.int64)
-        return base + self.offset.astype(np.int64)
+        offset = self.offset.astype(np.int64)
+        for index, here in self.by_slab():
+            slab = slabs[index]
+            slab.check(int(self.slot[here].max()), int(self.offset[here].max()), block_bytes)
+            offset[here] += slab.address
+        return offset
+
+    def by_slab(self) -> list[tuple[int, slice | npt.NDArray[np.int64]]]:
+        """(slab, which of the granted blocks lie in it), of each slab once."""
+        slab = self.slab
+        if not self.count:
+            return []
+        if (slab == slab[0]).all():
+            return [(int(slab[0]), slice(None))]
+        return [(index, np.flatnonzero(slab == index)) for index in np.unique(slab).tolist()]
+
+    def changed(self, slabs: Callable[[int], Slab]) -> list[int]:
+        """Which of the granted blocks, in no order, have lost their slots to others. All must be in their slabs."""
+        changed: list[int] = []
+        for index, here in self.by_slab():
+            words = np.asarray(slabs(index).generations)
+            other = np.flatnonzero(words[self.slot[here]] != self.generation[here])
+            changed.extend((other if isinstance(here, slice) else here[other]).tolist())
+        return changed

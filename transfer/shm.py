@@ -195,9 +195,8 @@ class ShmPeer:
         status[granted.positions] = verdict
 
     def changed(self, granted: Granted) -> list[int]:
-        get = self.slabs.get
-        rows = zip(granted.slab.tolist(), granted.slot.tolist(), granted.generation.tolist(), strict=True)
-        return [i for i, (slab, slot, generation) in enumerate(rows) if get(slab).generations[slot] != generation]
+        """See :meth:`Granted.changed`."""
+        return granted.changed(self.slabs.get)
 
     def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> ShmLease:
         """Lease blocks and hand out read-only arrays over them, without copying."""
