@@ -160,6 +160,27 @@ def test_the_sizing_table_is_what_its_formula_gives() -> None:
         assert rates == wanted
 
 
+def test_the_comparison_has_the_figures_of_the_performance_page() -> None:
+    columns = ("ours shm", "ours shm, allocated", "ours tcp", "Mooncake shm", "Mooncake tcp", "OpenLake", "Redis unix")
+    lines = (DOCS / "performance.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| op | block | blocks a call |")).strip("| ").split(" | ")
+    cases = {}
+    for line in lines:
+        found = re.match(r"\| (load|store) \| (64 KiB|2 MiB) \| (1|64) \| [\d.]+ \|", line)
+        if found:
+            cases[found.groups()] = dict(zip(head, line.strip("| ").split(" | "), strict=True))
+    page = (DOCS / "comparison.md").read_text()
+    for op, block, blocks, wanted, digits in (
+        ("load", "2 MiB", "64", [name for name in columns if "allocated" not in name], 1),
+        ("store", "2 MiB", "64", list(columns), 1),
+        ("load", "64 KiB", "1", ["ours shm", "Mooncake shm", "OpenLake", "Redis unix"], 2),
+        ("store", "64 KiB", "1", ["ours shm", "Mooncake shm", "OpenLake", "Redis unix"], 2),
+    ):
+        measured = [f"{float(cases[op, block, blocks][name]):.{digits}f}" for name in wanted]
+        shown = [re.findall(r"\d+\.\d+", line) for line in page.splitlines() if line.startswith(f"| {op} |")]
+        assert measured in shown, (op, block, measured, shown)
+
+
 def failures() -> list[str]:
     lines = (DOCS / "failure-modes.md").read_text().splitlines()
     return [line for line in lines if line.startswith("| ") and not re.match(r"\| (fails|happens) \|", line)]
