@@ -78,7 +78,7 @@ class Master:
             raise
 
     def _start(self, config: MasterConfig) -> None:
-        self.security = Security.opened(config.security, (config.listen, config.grpc, config.http))
+        self.security = Security.opened(config.security, config.listen, (config.grpc, config.http))
         store = open_store(config.state, config.cluster_id, config.state_password_file)
         self._stops.append(store.close)
         self.hub = Hub(store, random.Random(config.seed), config.grace_s)

@@ -91,7 +91,7 @@ class StorageNode:
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config.validated()
-        self.security = Security.opened(config.security, (config.listen, config.http))
+        self.security = Security.opened(config.security, config.listen, (config.http,))
         keys_at = config.security.ticket_keys
         self.key_file = KeyFile(keys_at) if keys_at is not None else None
         self.directory = DataDirectory(config.data, config.name)

@@ -44,10 +44,11 @@ def checked(files: SecurityFiles, addresses: Sequence[str], *, masters: Sequence
     return files
 
 
-def open_to_all(files: SecurityFiles, addresses: Sequence[str]) -> list[str]:
-    """A warning for addresses that others reach, where nobody is asked who he is."""
-    if files.tokens is not None or files.ticket_keys is not None or files.client_certs:
-        return []
+def open_to_all(files: SecurityFiles, channel: str, others: Sequence[str]) -> list[str]:
+    """A warning for addresses that other hosts reach, where nobody is asked who he is: ``channel`` without tickets, and
+    ``others``, gRPC and HTTP, without tokens and without certificates of clients."""
+    asked = files.tokens is not None or files.client_certs
+    addresses = [*([] if files.ticket_keys is not None or not channel else [channel]), *([] if asked else others)]
     reached = [each for each in addresses if not is_loopback(each)]
     if not reached:
         return []

@@ -30,8 +30,9 @@ class Security:
     notes: tuple[str, ...] = ()  #: what the operator is told at the start, and in health from then on
 
     @classmethod
-    def opened(cls, files: SecurityFiles, addresses: Sequence[str] = ()) -> Security:
-        """Raises :class:`ConfigError` for files that are not good. ``addresses`` are those that are listened on."""
+    def opened(cls, files: SecurityFiles, channel: str = "", others: Sequence[str] = ()) -> Security:
+        """Raises :class:`ConfigError` for files that are not good. ``channel`` and ``others``, gRPC and HTTP, are the
+        addresses that are listened on."""
         tokens = TokenFile(files.tokens) if files.tokens is not None else None
         if tokens is not None and tokens.knows_certificates and not files.client_certs:
             raise ConfigError(
@@ -41,7 +42,7 @@ class Security:
         if files.tls_cert is not None and files.tls_key is not None:
             tls = ServerTls(files.tls_cert, files.tls_key, files.tls_ca, client_certs=files.client_certs)
         own = OwnToken(files.token_file) if files.token_file is not None else None
-        notes = tuple(open_to_all(files, addresses))
+        notes = tuple(open_to_all(files, channel, others))
         for note in notes:
             log.warning("security", problem=note)
         return cls(files, tokens, Gate(tokens) if tokens is not None else None, tls, own, notes)

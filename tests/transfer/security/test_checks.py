@@ -61,10 +61,18 @@ def test_what_does_is_taken(settings: dict[str, object], addresses: tuple[str, .
 
 
 def test_what_everybody_reaches_is_told_in_health() -> None:
-    assert open_to_all(SecurityFiles(), LOCAL) == []
-    assert open_to_all(SecurityFiles(tokens=FILE), OPEN) == []
-    (warning,) = Security.opened(SecurityFiles(), OPEN).warnings()
-    assert warning.startswith("0.0.0.0:2: open to whoever reaches it")
+    channel, others = "0.0.0.0:1", ("127.0.0.1:2", "[::]:3")
+    assert open_to_all(SecurityFiles(), LOCAL[0], LOCAL[1:]) == []
+    assert open_to_all(SecurityFiles(**BOTH), channel, others) == []  # type: ignore[arg-type]
+    for settings, told in (
+        ({}, "0.0.0.0:1, [::]:3: open"),
+        ({"ticket_keys": FILE}, "[::]:3: open"),
+        ({"client_certs": True}, "0.0.0.0:1: open"),
+    ):
+        (warning,) = open_to_all(SecurityFiles(**settings), channel, others)  # type: ignore[arg-type]
+        assert warning.startswith(told)
+    (warning,) = Security.opened(SecurityFiles(), channel, others).warnings()
+    assert "open to whoever reaches it" in warning
 
 
 def test_a_row_with_a_certificate_wants_somebody_to_ask_for_one(tmp_path: Path) -> None:
