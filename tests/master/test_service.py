@@ -85,6 +85,15 @@ def test_listings(stub: Any, node: Make, client: Any, wires: Any, master: Master
     assert "tick" in report.loop_age_seconds
 
 
+@pytest.mark.parametrize(("leads", "ready"), [((True, ""), True), ((False, "b:7400"), True), ((False, ""), False)])
+def test_a_master_is_ready_where_somebody_leads(
+    master: Master, monkeypatch: pytest.MonkeyPatch, leads: tuple[bool, str], ready: bool
+) -> None:
+    monkeypatch.setattr(master.hub, "leads", lambda: leads)
+    answer = httpx.get(f"http://{master.endpoints.http}/readyz")
+    assert (answer.status_code == 200, answer.json()["ready"]) == (ready, ready)
+
+
 @pytest.mark.parametrize(
     "request_, code",
     [
