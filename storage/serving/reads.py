@@ -71,9 +71,10 @@ class ReadHandlers:
                 f"acquire mode {message.mode} is unknown: 0 leases, 1 sends the bytes, 2 reads ahead into memory, "
                 "3 sends them to another node"
             )
+        copies = self._for_nodes(connection) if message.mode == _COPY else None
         check_touch(connection, self._state, message)
-        if message.mode == _COPY:
-            return self._copy(connection, message)
+        if copies is not None:
+            return copies.answer(message)
         releases = u64s(message.releases)
         if message.mode == _PREFETCH:
             return self._prefetch(connection, message, releases)
@@ -94,11 +95,11 @@ class ReadHandlers:
                 self._state.counts.bytes_out += len(got.blocks) * got.blocks[0].shelf.entry.block_bytes
         return self._with_bytes(got, tiers) if inline else _with_slots(got, tiers, seconds)
 
-    def _copy(self, connection: ServerConnection, message: pb.Acquire) -> Reply:
+    def _for_nodes(self, connection: ServerConnection) -> CopySource:
         if self._copies is None or not connection.rights.has(Role.NODE):
             role = connection.owner.hello.role
             raise InvalidArgument(f"acquire mode 3 is for nodes, and this is a {role or 'peer without a role'}")
-        return self._copies.answer(message)
+        return self._copies
 
     # ------------------------------------------------------------------ from SSD
 
