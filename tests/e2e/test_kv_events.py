@@ -190,7 +190,7 @@ def test_an_engines_events_and_a_route_that_follows_the_prefix(closing: Closing,
         for name, engine in (("one", one), ("two", two))
     ]
     first_master.end()
-    start_master(closing, tmp_path, *options, listen=pool)
+    assert start_master(closing, tmp_path, *options, listen=pool).ready
     with AdminClient(pool) as admin:
         until(lambda: bool(admin.namespaces()) and len(admin.nodes()) == 1, READY_S)
         spec = admin.namespaces()[0].spec
@@ -281,7 +281,7 @@ def test_a_mirror_follows_a_real_master(closing: Closing, tmp_path: Path) -> Non
     until(lambda: bool(client.store(ns, "t", before, view).stored.all()), READY_S)
     watch: IndexWatch = closing(IndexWatch(lambda: AdminClient(pool)))
     other: IndexWatch = closing(IndexWatch(lambda: AdminClient(pool), salts=("other*",)))
-    assert watch.wait_live(READY_S) and other.wait_live(READY_S)
+    assert watch.wait_live(READY_S) and other.wait_live(READY_S), watch.problem() + other.problem()
     until(lambda: watch.prefix(ns, "t", before).by_node == {"n0": 8}, READY_S)
     assert client.store(ns, "t", after, view).stored.all()
     until(lambda: watch.prefix(ns, "t", after).blocks == 8, READY_S)
@@ -292,7 +292,7 @@ def test_a_mirror_follows_a_real_master(closing: Closing, tmp_path: Path) -> Non
     # Another process of the master is another epoch: begun again, and the same in the end.
     resets = watch.read(lambda mirror: mirror.resets)
     master.end()
-    start_master(closing, tmp_path, listen=pool)
+    assert start_master(closing, tmp_path, listen=pool).ready
     until(lambda: watch.read(lambda mirror: mirror.resets) != resets, READY_S)
     until(lambda: watch.prefix(ns, "t", before).by_node == {"n0": 8} and not watch.problem(), READY_S)
     watch.read(lambda mirror: mirror.check())
