@@ -17,6 +17,8 @@ def samples(bench: Any) -> dict[str, float]:
     """Metric and labels but the constant ones, as ``name{source=...}``, to value."""
     found = {}
     for family in text_string_to_metric_families(bench.get("/metrics").text):
+        if family.name.startswith(("process_", "kvstrata_")):
+            continue  # of the process and of its clients
         for sample in family.samples:
             labels = dict(sample.labels)
             assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
