@@ -1,0 +1,154 @@
+"""How a ticket is fetched, from masters of all kinds: what each answer means, and what is never sent or believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.client.security.credentials import Credentials
+from kvstrata.client.security.fetched import fetch_ticket
+from kvstrata.client.security.https import ANSWER_BYTES_MAX
+from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.errors import Busy, Forbidden, InvalidArgument, KVError, Unauthenticated, Unavailable
+from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.security.tickets import TicketKeys, issue
+from kvstrata.transfer.server import ChannelServer
+
+TOKEN = "kvs_" + "t" * 43
+SHOWN = Credentials(token=TOKEN)
+TICKET = issue(TicketKeys.parse("k:" + "5a" * 32), Rights("me", Role.CLIENT, ("*",), ("*",)), 1e9)
+
+
+class FakeMaster:
+    """A channel whose hello names an HTTP server that answers everybody with ``answer``, and notes what came."""
+
+    def __init__(self) -> None:
+        self.answer, self.role, self.asked = b"", "master", b""
+        self.http = ""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.http = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._loops = Loops()
+        self._channel = ChannelServer(
+            {}, lambda _: pb.HelloOk(role=self.role, http=self.http), lambda _: None, self._loops
+        )
+        self.address = self._channel.listen_tcp("127.0.0.1:0")
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(5)
+                self.asked += connection.recv(65536)
+                try:
+                    connection.sendall(self.answer)
+                except OSError:
+                    pass  # it has heard enough
+
+    def answers(self, status: int, body: bytes = b"") -> None:
+        self.answer = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body
+
+    def stop(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+        self._channel.stop(0.1)
+        self._loops.stop()
+
+
+@pytest.fixture
+def master() -> Iterator[FakeMaster]:
+    master = FakeMaster()
+    yield master
+    master.stop()
+
+
+def fetch(master: FakeMaster, shown: Credentials = SHOWN, seconds: float = 5.0) -> pb.Ticket:
+    return fetch_ticket(master.address, shown, time.monotonic() + seconds)
+
+
+def test_a_ticket_is_asked_for_with_the_token(master: FakeMaster) -> None:
+    master.answers(200, TICKET.SerializeToString())
+    assert fetch(master) == TICKET
+    assert master.asked.startswith(b"POST /ticket ")
+    assert f"authorization: Bearer {TOKEN}".encode() in master.asked
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (401, Unauthenticated, "does not know this token"),
+        (403, Forbidden, "of this role"),
+        (404, Unauthenticated, "without --tokens"),
+        (429, Busy, "too many"),
+        (503, Unavailable, "503"),
+        (302, Unavailable, "302"),
+    ],
+)
+def test_what_an_answer_means(master: FakeMaster, status: int, kind: type[KVError], said: str) -> None:
+    master.answers(status)
+    with pytest.raises(kind, match=said) as refused:
+        fetch(master)
+    assert TOKEN not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 200 x\r\ncontent-length: 99\r\n\r\nshort",
+        b"HTTP/1.1 200 x\r\ncontent-length: 3\r\n\r\n\xff\xff\xff",
+    ],
+)
+def test_garbage_is_an_absent_master(master: FakeMaster, answer: bytes) -> None:
+    master.answer = answer
+    with pytest.raises(Unavailable):
+        fetch(master)
+
+
+def test_an_answer_is_bounded(master: FakeMaster) -> None:
+    master.answers(200, bytes(ANSWER_BYTES_MAX + 1))
+    with pytest.raises(Unavailable, match="more than"):
+        fetch(master)
+
+
+def test_a_token_is_not_sent_to_a_host_that_a_hello_names(master: FakeMaster) -> None:
+    master.http = "192.0.2.1:80"
+    with pytest.raises(Unauthenticated, match="without TLS"):
+        fetch(master)
+    assert not master.asked
+
+
+def test_a_master_without_tls_gets_no_token_of_who_has_an_authority(master: FakeMaster, authority: Credentials) -> None:
+    with pytest.raises(Unavailable):
+        fetch(master, authority)
+    assert TOKEN.encode() not in master.asked
+
+
+def test_who_is_no_master_is_not_asked(master: FakeMaster) -> None:
+    master.role = "storage"
+    with pytest.raises(InvalidArgument, match="not a master"):
+        fetch(master)
+    assert not master.asked
+
+
+@pytest.fixture
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    pytest.importorskip("cryptography")
+    import datetime
+
+    from kvstrata.cli.authority import Authority
+
+    folder = tmp_path_factory.mktemp("ca")
+    Authority.new(datetime.datetime.now(datetime.UTC)).write(folder)
+    return Credentials(token=TOKEN, ca=folder / "ca.pem")
