@@ -13,6 +13,8 @@ from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
 from kvstrata.cli.security_options import TlsCert, TlsKey
 from kvstrata.cli.sizes import address_flag, addresses_flag, size_flag
+from kvstrata.cli.trace_option import Traces, TracesRatio
+from kvstrata.transfer.traces import TraceOptions
 
 
 class KVDtype(enum.StrEnum):
@@ -124,6 +126,8 @@ def serve(
         str, typer.Option(help="Topic of the events, as kv@NAME@MODEL.", rich_help_panel=_EVENTS)
     ] = "",
     name: Annotated[str, typer.Option(help="The engine's name in logs and in the pool.", rich_help_panel=_POOL)] = "",
+    traces: Traces = "",
+    traces_ratio: TracesRatio = 1.0,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -179,6 +183,7 @@ def serve(
             api_key=api_key,
             allow_reset=enable_reset,
             grace_s=grace,
+            traces=TraceOptions(traces, traces_ratio),
             tls_cert=tls_cert,
             tls_key=tls_key,
         )

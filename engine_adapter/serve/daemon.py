@@ -25,7 +25,9 @@ from kvstrata.engine_adapter.serve.served_model import ServedModel
 from kvstrata.engine_adapter.serve.service import Service
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.security.tls import ServerTls
+from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions, open_traces
 from kvstrata.transfer.web import WebServer
 
 log = get_logger(__name__)
@@ -48,6 +50,7 @@ class ServeConfig:
     api_key: str = ""
     allow_reset: bool = False
     grace_s: float = 10.0
+    traces: TraceOptions = BY_ENVIRONMENT
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -108,11 +111,22 @@ def run(config: ServeConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
             tls = ServerTls(config.tls_cert, config.tls_key)
         web = WebServer(front, config.listen, requests_max=CONNECTIONS_MAX, tls=tls)
         stack.callback(web.stop)
+        _trace(config, stack)
         loop = EngineLoop(Engine.create(config.engine))
         stack.callback(loop.close, ENGINE_CLOSE_S)
         stack.callback(web.stop)  # runs first: nothing is submitted to an engine that closes
         _serve(config, loop, front, web, on_ready, stop)
     return 0
+
+
+def _trace(config: ServeConfig, stack: contextlib.ExitStack) -> None:
+    """Spans of the pool's client in this process; ranks that are processes of their own send none."""
+    traces = open_traces(config.traces.validated(), "kvstrata-engine", config.engine.name or config.model_name)
+    if traces is not None:
+        loops = Loops()
+        stack.callback(loops.stop)
+        traces.start(loops)
+        stack.callback(traces.stop)
 
 
 def _serve(

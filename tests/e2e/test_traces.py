@@ -223,3 +223,27 @@ def test_an_engine_that_traces_has_our_spans_under_its_own(tmp_path: Path) -> No
         TRACING.stop(tracer)
         pool.end()
     assert trace.get_current_span() is trace.INVALID_SPAN and not TRACING.on
+
+
+def test_the_bundled_engine_sends_spans_of_its_loads(tmp_path: Path, receiver: Receiver) -> None:
+    pool = TracedPool(tmp_path, receiver.url)
+    engine = Daemon(
+        "serve", "--listen", ANY, "--model", "tiny", "--kv-memory", "8MiB", "--pool", pool.address,
+        "--traces", receiver.url, "--name", "engine-1", log=tmp_path / "engine.log",
+    )  # fmt: skip
+    try:
+        body = json.dumps({"model": "tiny", "prompt": "word " * 60, "max_tokens": 2}).encode()
+        ask = urllib.request.Request(
+            f"http://{engine.ready['http']}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(ask, timeout=30) as answer:
+            assert answer.status == 200
+        receiver.wait(lambda: bool(receiver.named("kvstrata.lookup")), 20)
+        receiver.wait(lambda: bool(receiver.named("kvstrata.master.lookup")), 20)
+        (lookup, *_) = receiver.named("kvstrata.lookup")
+        assert lookup.service == "kvstrata-engine"
+        with urllib.request.urlopen(f"http://{engine.ready['http']}/metrics", timeout=5) as answer:
+            assert b'kvstrata_client_blocks_asked_total{call="lookup",client="engine-1/0' in answer.read()
+    finally:
+        engine.end()
+        pool.end()
