@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, make in PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=make()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to files of the repository outside docs/ become their names: the site does not hold them."""
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if not (ROOT / path).exists():
+            return link[0]
+        return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
+
+    return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)\)", named, markdown) if "/" not in page.file.src_uri else markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
