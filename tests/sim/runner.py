@@ -60,7 +60,11 @@ def scaled() -> Iterator[None]:
     """Bounds that a small cluster and a short story come to, and nothing that sleeps for real or is kept in a real
     file."""
     timeless = SimpleNamespace(
-        monotonic=time.monotonic, perf_counter=time.perf_counter, thread_time=lambda: 0.0, sleep=lambda seconds: None
+        monotonic=time.monotonic,
+        perf_counter=time.perf_counter,
+        thread_time=lambda: 0.0,
+        time=lambda: 0.0,
+        sleep=lambda seconds: None,
     )
     places = (
         (kvstrata.storage.masters.outbox, "PART_HASHES", 5),
