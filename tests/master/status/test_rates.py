@@ -61,8 +61,10 @@ def test_a_node_that_starts_anew_counts_from_its_start() -> None:
     assert flows.total == Moved(500, 1000, 0) and flows.rates("n") == (250.0, 500.0, 0.0)
     flows.turn([_told("n", 2, 40)], 4.0)
     assert flows.total == Moved(540, 1080, 0) and flows.rates("n") == (0.0, 0.0, 0.0)
+    flows.turn([_told("n", 3, 100)], 5.0)  # more than before, and another start all the same
+    assert flows.total == Moved(640, 1280, 0) and flows.rates("n") == (0.0, 0.0, 0.0)
     flows.turn([], 6.0)
-    assert flows.total == Moved(540, 1080, 0) and flows.rates("n") == (0.0, 0.0, 0.0)
+    assert flows.total == Moved(640, 1280, 0) and flows.rates("n") == (0.0, 0.0, 0.0)
     flows.check()
 
 
