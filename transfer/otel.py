@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvstrata.transfer.identity import SOFTWARE
-from kvstrata.transfer.tracing import TRACING, Span, SpanKind, Value
+from kvstrata.transfer.tracing import NOTHING, TRACING, Span, SpanKind, Value
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _KINDS: Final = {
@@ -53,6 +53,10 @@ class OtelTracer:
         self._tracer = provider.get_tracer("kvstrata", SOFTWARE.rpartition(" ")[2])
 
     def span(self, name: str, parent: str, kind: SpanKind) -> Span:
+        if not parent:
+            above = trace.get_current_span().get_span_context()
+            if above.is_valid and not above.trace_flags.sampled:
+                return NOTHING  # as a sampler that heeds the parent would say, and cheaper
         context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
         return OtelSpan(self._tracer.start_span(name, context, _KINDS[kind]))
 

@@ -86,7 +86,7 @@ class ShmPeer:
 
     def fetch(self, request: Fetch) -> Fetched:
         count = len(request.blocks)
-        plain = self.tamper is None and not request.parts and not TRACING.on
+        plain = self.tamper is None and not request.parts and not (TRACING.on and TRACING.trace_id())
         if count == 1 and request.blocks.pieces == 1 and plain:
             return self._fetch_one(request)
         status, tier = undecided(count), np.zeros(count, np.uint8)

@@ -147,3 +147,11 @@ def test_the_environment_asks_and_the_flag_is_stronger(monkeypatch: pytest.Monke
     assert traces is not None
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert open_traces(TraceOptions(), "s", "i") is None
+
+
+def test_under_a_span_that_is_not_sampled_nothing_is_made(finished: InMemorySpanExporter) -> None:
+    unsampled = "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+    with TRACING.span("a", unsampled) as span:
+        assert not span.recording and TRACING.span("b") is NOTHING
+        assert TRACING.here().startswith("00-" + "1" * 32) and TRACING.here().endswith("-00")
+    assert not finished.get_finished_spans()
