@@ -208,6 +208,7 @@ def test_an_engines_events_and_a_route_that_follows_the_prefix(closing: Closing,
 
         until(lambda: [(row.name, row.own_blocks) for row in ranked()] == [("one", len(expected)), ("two", 0)], READY_S)
         until(lambda: admin.route(spec, "t", packed).pool_blocks == len(expected), READY_S)
+        until(lambda: all(row.boot_id for row in ranked()), READY_S)  # their clients have found this master
         best, other = ranked()
         assert (other.pool_blocks, other.near_blocks) == (len(expected), len(expected)), other.why
         assert best.score > other.score > 0 and best.state == other.state == "live" and best.boot_id
