@@ -16,7 +16,7 @@ OLD: Final = 1 << 30
 def spare_the_old() -> None:
     """Let the collector look at young objects only.
 
-    A look at everything stops all threads for some 0.6 s a million blocks, and with a pool that fills it comes again
+    A look at everything stops all threads, for 0.2 s with 300,000 blocks, and with a pool that fills it comes again
     and again: clients take a node that is silent for 0.22 s for dead. Records are freed by their reference counts.
     Cycles die young here, or at the end of the process.
     """
