@@ -8,14 +8,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
-#: What may read the wall clock: it is shown to people, or kept beside what outlives the process. No deadline, lease or
-#: liveness comes of it.
+#: What may read the wall clock: it is shown to people, kept beside what outlives the process, or agreed between hosts
+#: (when a ticket or a certificate runs out). No deadline, lease or liveness comes of it.
 WALL_CLOCK = {
     "storage/tiers/movers.py": "when a block was written, in its header on SSD",
     "engine_adapter/serve/chat.py": "OpenAI's API: when an answer was created",
     "engine_adapter/serve/completions.py": "OpenAI's API: when an answer was created",
     "engine_adapter/serve/daemon.py": "OpenAI's API: when a model was loaded",
     "engine_adapter/vllm/endpoint.py": "the age of sockets that dead engines left, which nobody listens at",
+    "master/hub.py": "events: when something happened, for people",
+    "master/status/document.py": "the status page: when it was made",
+    "master/status/sampler.py": "the status page: when its minutes began",
+    "transfer/kv_events/publisher.py": "KV events: the time in a batch, as vLLM's",
+    "transfer/security/admission.py": "tickets: whether one has run out, with a minute of slack",
+    "transfer/security/certificate_end.py": "certificates: when they run out",
+    "transfer/security/minted.py": "tickets: when they are made and run out",
+    "transfer/security/opened.py": "certificates: days left",
+    "transfer/security/ticket_route.py": "tickets: when they are made and run out",
 }
 
 
