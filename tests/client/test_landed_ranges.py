@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.client import BlockStatus, Client
+from kvstrata.client.counters import Counters
 from kvstrata.client.landed_ranges import LandedRanges
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
@@ -85,7 +86,7 @@ def test_what_was_told_of_and_taken_back_is_not_made_good_by_another_replica() -
     told: Told = []
     landing = LandedRanges(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
     both = [[True, True]] * 2
-    landing.fetch(TellingPeer(both, [LOADED, int(S.CORRUPT)]), asked(2), None)  # type: ignore[arg-type]
+    landing.fetch(TellingPeer(both, [LOADED, int(S.CORRUPT)]), asked(2), None, Counters())  # type: ignore[arg-type]
     assert landing.over.tolist() == [False, True]
     landing.finish(np.array([LOADED, S.CORRUPT], np.uint8))
     assert told == [(0, [True, True]), (1, [True, True]), (2, [True, False])]
@@ -95,11 +96,11 @@ def test_what_nobody_heard_of_may_be_tried_again() -> None:
     told: Told = []
     landing = LandedRanges(2, ENDS, lambda k, mask: told.append((k, mask.tolist())))
     first, second = np.array([0]), np.array([1])
-    landing.fetch(TellingPeer([[True]], [int(S.CORRUPT)]), asked(1), first)  # type: ignore[arg-type]
+    landing.fetch(TellingPeer([[True]], [int(S.CORRUPT)]), asked(1), first, Counters())  # type: ignore[arg-type]
     assert not landing.over.any() and not told
-    landing.fetch(TellingPeer([[True]] * 3, [LOADED]), asked(1), second)  # type: ignore[arg-type]
+    landing.fetch(TellingPeer([[True]] * 3, [LOADED]), asked(1), second, Counters())  # type: ignore[arg-type]
     assert not told
-    landing.fetch(TellingPeer([[True]] * 3, [LOADED]), asked(1), first)  # type: ignore[arg-type]
+    landing.fetch(TellingPeer([[True]] * 3, [LOADED]), asked(1), first, Counters())  # type: ignore[arg-type]
     assert told == [(k, [True, True]) for k in range(3)]
 
 
@@ -118,7 +119,7 @@ def test_a_block_that_is_loaded_was_in_place_whenever_it_was_told_of(data: st.Da
         where = np.array(sorted(data.draw(st.sets(st.sampled_from(open_now.tolist()), min_size=1))))
         masks = [[data.draw(st.booleans()) for _ in where] for _ in range(data.draw(st.integers(0, 3)))]
         ends = [data.draw(st.sampled_from([LOADED, int(S.CORRUPT), int(S.NODE_LOST)])) for _ in where]
-        landing.fetch(TellingPeer(masks, ends), asked(len(where)), where)  # type: ignore[arg-type]
+        landing.fetch(TellingPeer(masks, ends), asked(len(where)), where, Counters())  # type: ignore[arg-type]
         status[where] = ends
     landing.finish(status)
     assert [k for k, _ in told] == list(range(len(ENDS)))
