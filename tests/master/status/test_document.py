@@ -126,10 +126,12 @@ def test_what_operators_order_is_told_and_by_whom(master: Master, stub: Any, nod
     stub.DropBlocks(control.Scope(salt="secret-user", deadline_ms=1))
     stub.SetReplicas(control.Replicas(group="", count=2))
     stub.RemoveTenant(control.TenantRemove(salt="t"))
+    stub.RemoveTenant(control.TenantRemove(salt="secret-user"))  # it has none
     told = [event["text"] for event in master.status.made_now()["events"] if not event["kind"].startswith("node")]
     assert told[0] == "tenant t: memory 3 GiB (was without limit), by alice"
     assert told[1].startswith(f"weight epoch 1 of {wires.ns.group} began") and told[2].startswith("dropped ")
-    assert told[3:] == ["all that has no number of its own: 2 replicas", "tenant t has no policy of its own any more"]
+    assert told[3:5] == ["all that has no number of its own: 2 replicas", "tenant t has no policy of its own any more"]
+    assert told[5].startswith("tenant #") and len(told) == 6
     assert "secret-user" not in json.dumps(told)
 
 
