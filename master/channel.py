@@ -13,6 +13,7 @@ from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.namespaces import Opened
 from kvstrata.master.operations import NAMES, OPERATIONS
+from kvstrata.master.placement import writer_tag
 from kvstrata.master.replies import lookup_ok, place_ok
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Refused
@@ -114,7 +115,8 @@ class MasterChannel:
         opened = self._touched(connection, request)
         host = request.boot_id or connection.owner.hello.boot_id
         avoid = _avoided(request)
-        placed, nodes = self._calls.place(opened, request.salt, request.hashes, host, request.epoch, avoid)
+        writer = writer_tag(connection.owner.key)
+        placed, nodes = self._calls.place(opened, request.salt, request.hashes, host, request.epoch, avoid, writer)
         return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
 
     def _touched(

@@ -88,6 +88,7 @@ class ClientCalls:
         boot_id: str,
         epoch: int | None = None,
         avoid: Collection[m.Process] = (),
+        writer: int = 0,
     ) -> tuple[Placed, _Nodes]:
         """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`Questions.place`,
         and :class:`NotLeader` when another master leads: its placement is the better one."""
@@ -96,7 +97,7 @@ class ClientCalls:
 
         def ask(state: MasterState, now: float) -> tuple[tuple[Placed, _Nodes, float], list[m.Command]]:
             group = opened.group.number
-            placed = state.questions.place(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid)
+            placed = state.questions.place(opened.namespace, group, salt, keys, boot_id, now, epoch, avoid, writer)
             return (placed, state.membership.slot_facts, now), state.taken()
 
         placed, facts, now = self._hub.order(ask, durable=False, or_none=True)

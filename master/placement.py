@@ -8,6 +8,7 @@ block is told instead of sent.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -33,10 +34,14 @@ HEADROOM: Final = 0.05
 FULL_WEIGHT: Final = 0.02
 RAMP_S: Final = 30.0
 RAMP_MIN: Final = 0.05
-#: Intents keep time in quarter seconds, in 17 bits: they live a minute at most, the clock wraps in nine hours.
-_TICKS_A_SECOND: Final = 4
-_TICK_MASK: Final = (1 << 17) - 1
-_TICK_BITS: Final = 17
+#: An intent is a node (15 bits), the writer's tag (9) and a time in half seconds (8): it is looked at for two minutes
+#: at most, in which the time does not wrap.
+_TICKS_A_SECOND: Final = 2
+_TICK_BITS: Final = 8
+_TICK_MASK: Final = (1 << _TICK_BITS) - 1
+_WRITER_BITS: Final = 9
+_WRITER_MASK: Final = (1 << _WRITER_BITS) - 1
+_SLOT_SHIFT: Final = _TICK_BITS + _WRITER_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,12 @@ class Placed:
     states: npt.NDArray[np.uint8]
 
 
+def writer_tag(session: bytes) -> int:
+    """A writer's mark on its intents, 1 to 511, from its session. Two that share one are told to store the same block:
+    the node tells the second."""
+    return 1 + zlib.crc32(session) % _WRITER_MASK
+
+
 def ramp_at(age_s: float) -> float:
     """The share of a node that became active ``age_s`` ago."""
     return min(1.0, max(RAMP_MIN, age_s / RAMP_S))
@@ -88,11 +99,14 @@ class Placement:
         candidates: Sequence[Candidate],
         boot_id: str,
         now: float,
+        writer: int = 0,
     ) -> Placed:
         """One decision a block.
 
         ``present`` is the directory's answer (u16[n]); ``scope`` (u64[1, 2]) tells apart equal hashes of
         different tenants and shards. A block without a node gets ``NOWHERE`` only when no node is active.
+        ``writer`` (:func:`writer_tag`; 0: unknown) is sent to the same node again with a block that it was sent off
+        with before: its first answer may have been lost, or came too late.
         """
         codes = np.where(present != 0, (present - np.uint16(1)) // 4 * 4 + 1, 0).astype(np.uint16)
         states = np.where(present != 0, np.uint8(PlaceState.PRESENT), np.uint8(PlaceState.NEW))
@@ -104,14 +118,15 @@ class Placement:
             return Placed(codes, states)
         self._rotate(now)
         scoped = keys[absent] ^ scope
-        intended = self._intended(scoped, {candidate.slot for candidate in candidates}, now)
+        intended, writers = self._intended(scoped, {candidate.slot for candidate in candidates}, now)
         codes[absent] = intended
-        states[absent[intended != 0]] = PlaceState.IN_FLIGHT
+        others = (intended != 0) & ((writers != writer) | (writer == 0))
+        states[absent[others]] = PlaceState.IN_FLIGHT
         fresh = intended == 0
         new = absent[fresh]
         if new.size:
             codes[new] = self._choose(new, candidates, boot_id)
-            self._remember(scoped[fresh], codes[new], now)
+            self._remember(scoped[fresh], codes[new], now, writer)
         return Placed(codes, states)
 
     # ------------------------------------------------------------------ choice
@@ -146,29 +161,33 @@ class Placement:
 
     # ------------------------------------------------------------------ intents
 
-    def _intended(self, scoped: Keys, slots: set[int], now: float) -> Codes:
-        """Location codes of fresh intents for nodes in ``slots``: u16[n], 0 where there is none."""
+    def _intended(self, scoped: Keys, slots: set[int], now: float) -> tuple[Codes, Values]:
+        """Location codes of fresh intents for nodes in ``slots``, u16[n], 0 where there is none; and whose they are."""
+        if now - self._rotated_at >= 2 * INTENT_S:
+            return np.zeros(len(scoped), dtype=np.uint16), np.zeros(len(scoped), dtype=np.uint32)
         values = self._intents.find(scoped)
         if self._older.live:
             values = np.where(values != 0, values, self._older.find(scoped)).astype(np.uint32)
+        writers: Values = (values >> np.uint32(_TICK_BITS)) & np.uint32(_WRITER_MASK)
         if not values.any():
-            return np.zeros(len(scoped), dtype=np.uint16)
+            return np.zeros(len(scoped), dtype=np.uint16), writers
         age = (_tick(now) - (values & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
-        slot = (values >> np.uint32(_TICK_BITS)).astype(np.int64) - 1
+        slot = (values >> np.uint32(_SLOT_SHIFT)).astype(np.int64) - 1
         usable = (values != 0) & (age < INTENT_S * _TICKS_A_SECOND)
         usable &= np.isin(slot, np.fromiter(slots, dtype=np.int64))
-        return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16)
+        return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
 
     def in_flight(self, keys: Keys, scope: Keys, slots: set[int], now: float) -> npt.NDArray[np.bool_]:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
         if not self._intents.live and not self._older.live:
             return np.zeros(len(keys), dtype=np.bool_)
-        standing: npt.NDArray[np.bool_] = self._intended(keys ^ scope, slots, now) != 0
+        standing: npt.NDArray[np.bool_] = self._intended(keys ^ scope, slots, now)[0] != 0
         return standing
 
-    def _remember(self, scoped: Keys, codes: Codes, now: float) -> None:
+    def _remember(self, scoped: Keys, codes: Codes, now: float, writer: int) -> None:
         slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
-        values: Values = ((slots + np.uint32(1)) << np.uint32(_TICK_BITS)) | np.uint32(_tick(now))
+        mark = np.uint32(writer << _TICK_BITS | _tick(now))
+        values: Values = ((slots + np.uint32(1)) << np.uint32(_SLOT_SHIFT)) | mark
         self._intents.put(scoped, values)
 
     def _rotate(self, now: float) -> None:

@@ -121,8 +121,10 @@ class Questions:
         now: float,
         epoch: int | None = None,
         avoid: Collection[m.Process] = (),
+        writer: int = 0,
     ) -> Placed:
         """Where to store blocks: there already, in flight, or a node; one in ``avoid`` when there is no other.
+        ``writer``: see :meth:`Placement.place`.
 
         Raises :class:`FingerprintMismatch` for a handle of another weight epoch than the current one.
         """
@@ -144,7 +146,7 @@ class Questions:
         if shunned and any(candidate.slot not in shunned for candidate in candidates):
             candidates = [candidate for candidate in candidates if candidate.slot not in shunned]
         scope = self._naming.scope(TableKey(group, namespace.shard, salt))
-        placed = self._placement.place(keys, scope, present, candidates, boot_id, now)
+        placed = self._placement.place(keys, scope, present, candidates, boot_id, now, writer)
         codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
         for code, count in zip(codes.tolist(), blocks.tolist(), strict=True):
             node, nbytes = active[(code - 1) >> 2], count * namespace.block_bytes

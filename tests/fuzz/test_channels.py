@@ -17,7 +17,6 @@ import pytest
 
 from kvstrata.client import Client
 from kvstrata.master.daemon import Master, MasterConfig
-from kvstrata.master.placement import INTENT_S
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.keys import Namespace
@@ -214,8 +213,7 @@ def sound(master: Master, node: StorageNode) -> None:
         hashes = keys(20, "after")
         data = payload(hashes, "", 4096)
         rows = client.register(data.copy()).rows(ns)
-        # A placement whose answer was late, on a busy machine, counts as in flight for that long.
-        until(lambda: client.store(ns, "", hashes, rows).stored.all(), INTENT_S + 10)
+        until(lambda: client.store(ns, "", hashes, rows).stored.all())
         into = np.zeros_like(data)
         target = client.register(into).rows(ns)
         until(lambda: client.load(ns, "", hashes, target).loaded.all())

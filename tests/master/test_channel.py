@@ -59,17 +59,19 @@ def test_a_block_counts_only_with_all_its_shards(node: Make, client: Any) -> Non
     assert present.tolist() == [1, 1, 0, 1]
 
 
-def test_place_says_present_new_in_flight(node: Make, client: Any, wires: Any) -> None:
+def test_place_says_present_new_in_flight(node: Make, client: Any, wires: Any, master: Master, closing: Make) -> None:
     assert client.place(os.urandom(16)).run_state == bytes([PlaceState.NOWHERE])
     holder = node("a")
     holder.blocks = os.urandom(16 * 2)
     holder.attach()
     fresh = os.urandom(16 * 3)
-    first, second = client.place(holder.blocks + fresh), client.place(fresh)
+    other = closing(wires.client(master.endpoints.channel))
+    first, second, again = client.place(holder.blocks + fresh), other.place(fresh), client.place(fresh)
     assert wires.codes(first) == [1] * 5
     assert first.run_state == bytes([PlaceState.PRESENT, PlaceState.NEW])
     assert np.frombuffer(first.run_length, "<u4").tolist() == [2, 3]
     assert second.run_state == bytes([PlaceState.IN_FLIGHT])
+    assert again.run_state == bytes([PlaceState.NEW]), "its first answer may have been lost"
 
 
 def test_miss_report_hides_for_lookup_and_place(node: Make, client: Any, eventually: Make) -> None:

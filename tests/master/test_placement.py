@@ -10,7 +10,16 @@ import pytest
 
 from kvstrata.master import placement as placement_module
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, STRIPE_NODES_MAX, Candidate, Placed, Placement, ramp_at
+from kvstrata.master.placement import (
+    INTENT_S,
+    RUN_BLOCKS,
+    STRIPE_NODES_MAX,
+    Candidate,
+    Placed,
+    Placement,
+    ramp_at,
+    writer_tag,
+)
 from kvstrata.proto.status import PlaceState
 
 GIB = 1 << 30
@@ -33,9 +42,10 @@ def place(
     now: float = 100.0,
     present: np.ndarray | None = None,
     scope: Keys = SCOPE,
+    writer: int = 0,
 ) -> Placed:
     known = np.zeros(len(keys), dtype=np.uint16) if present is None else present
-    return placement.place(keys, scope, known, nodes, boot_id, now)
+    return placement.place(keys, scope, known, nodes, boot_id, now, writer)
 
 
 def share_by_slot(nodes: list[Candidate], calls: int = 250, boot_id: str = "") -> dict[int, float]:
@@ -64,6 +74,29 @@ def test_a_second_writer_is_told_in_flight_until_the_intent_lapses() -> None:
     assert np.array_equal(first.codes, second.codes)
     third = place(placement, keys, nodes, now=100.0 + INTENT_S + 1)
     assert set(third.states.tolist()) == {PlaceState.NEW}
+
+
+def test_the_writer_of_an_intent_is_sent_to_the_same_node_again() -> None:
+    placement, keys, nodes = Placement(random.Random(0)), keys_for(300), [node(0), node(1), node(2)]
+    mine, other = writer_tag(b"a" * 16), writer_tag(b"b" * 16)
+    assert mine != other
+    first = place(placement, keys, nodes, writer=mine)
+    again = place(placement, keys, nodes, now=105.0, writer=mine)
+    assert set(again.states.tolist()) == {PlaceState.NEW} and np.array_equal(first.codes, again.codes)
+    for writer in (other, 0):
+        assert set(place(placement, keys, nodes, now=106.0, writer=writer).states.tolist()) == {PlaceState.IN_FLIGHT}
+    unknown = Placement(random.Random(0))
+    place(unknown, keys, nodes)
+    assert set(place(unknown, keys, nodes).states.tolist()) == {PlaceState.IN_FLIGHT}, "nobody is taken for another"
+
+
+@pytest.mark.parametrize("later", [INTENT_S * step for step in (1.1, 1.9, 2.1, 4.3, 100, 4266.7)])
+def test_a_lapsed_intent_holds_up_nobody_however_late_it_is_looked_at(later: float) -> None:
+    placement, keys = Placement(random.Random(0)), keys_for(10)
+    place(placement, keys, [node(16382)], writer=511)
+    assert placement.in_flight(keys, SCOPE, {16382}, 100.0 + INTENT_S / 2).all()
+    assert not placement.in_flight(keys, SCOPE, {16382}, 100.0 + later).any()
+    assert set(place(placement, keys, [node(16382)], now=100.0 + later, writer=1).states.tolist()) == {PlaceState.NEW}
 
 
 def test_intents_of_other_tenants_and_of_lost_nodes_do_not_count() -> None:
