@@ -26,10 +26,19 @@ from kvstrata.master.views import Views
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
-from kvstrata.proto.errors import Busy, ConfigError, InvalidArgument, KVError, Refused, Retryable, VersionMismatch
+from kvstrata.proto.errors import (
+    Busy,
+    ConfigError,
+    InvalidArgument,
+    KVError,
+    Refused,
+    Retryable,
+    Unauthenticated,
+    VersionMismatch,
+)
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.security.grpc_security import Guard, current_rights, server_credentials
+from kvstrata.transfer.security.grpc_security import Guard, current_rights, server_credentials, standing
 from kvstrata.transfer.security.opened import Security
 
 log = get_logger(__name__)
@@ -165,8 +174,14 @@ class MasterService(control_pb2_grpc.MasterServicer):
     # ------------------------------------------------------------------ for routers
 
     def WatchIndex(self, request: control.IndexQuery, context: grpc.ServicerContext) -> Iterator[control.IndexMessage]:
+        stand = standing()
+
+        def active() -> bool:
+            stand()
+            return context.is_active()
+
         try:
-            yield from self._index.watchers.watch(request, current_rights(), context.is_active)
+            yield from self._index.watchers.watch(request, current_rights(), active)
         except KVError as error:
             _abort(context, error)
 
@@ -187,6 +202,7 @@ class _SyncStream:
         self._requests = requests
         self._context = context
         self._failure: KVError | None = None
+        self._stand = standing()
 
     def serve(self) -> Iterator[control.MasterMessage]:
         """Attach, then pass commands on until the session is over."""
@@ -198,12 +214,16 @@ class _SyncStream:
             self._context.add_callback(lambda: outbox.close("the stream ended"))
             threading.Thread(target=self._read, args=(session, outbox), name="kvstrata-sync-read", daemon=True).start()
             while True:
+                self._stand()
                 said = outbox.get(IDLE_S)
                 if said is not None:
                     yield stamped(message_of(said[0], self._hub.cluster_id), said[1])
                 elif outbox.closed is not None:
                     self._end(outbox.closed)
                     return
+        except Unauthenticated as error:
+            log.warning("sync stream ended: its token is not good any more", reason=str(error))
+            _abort(self._context, error)
         finally:
             self._hub.link_lost(session)
 
@@ -291,6 +311,8 @@ def _abort(context: grpc.ServicerContext, error: KVError) -> NoReturn:
 def _code_for(error: KVError) -> Any:
     if isinstance(error, InvalidArgument):
         return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, Unauthenticated):
+        return grpc.StatusCode.UNAUTHENTICATED
     if isinstance(error, Busy):
         return grpc.StatusCode.RESOURCE_EXHAUSTED
     if isinstance(error, Refused):

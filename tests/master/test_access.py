@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvstrata.master.access import ROUTES, RPCS
 from kvstrata.master.daemon import Master, MasterConfig
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
-from kvstrata.proto import control_pb2_grpc
+from kvstrata.proto import control_pb2_grpc, wire
 from kvstrata.proto.keys import Namespace
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.grpc_security import open_channel
@@ -29,6 +30,8 @@ from kvstrata.transfer.security.tokens import digest, new_token
 
 ANY = "127.0.0.1:0"
 CALL_S = 5.0
+#: A stream may stand this long after its token is gone; it is seconds.
+ENDED_S = 30.0
 NS = Namespace("model", 1 << 20, 16)
 REFUSED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 READERS = {"read", "operate", "admin"}
@@ -263,6 +266,33 @@ def test_a_ticket_says_what_its_token_may(secured: Secured) -> None:
         ["*"],
     )
     assert claims.expires_ms - claims.issued_ms == LIFE_S * 1e3
+
+
+@pytest.mark.parametrize("rpc, role", [("WatchIndex", "read"), ("Sync", "node")])
+@pytest.mark.parametrize("change", ["removed", "narrowed"])
+def test_a_stream_that_stands_ends_with_its_token(tmp_path: Path, rpc: str, role: str, change: str) -> None:
+    secured = Secured(tmp_path)
+    sent: queue.SimpleQueue[control.NodeMessage | None] = queue.SimpleQueue()
+    try:
+        attach = control.Attach(node_id="a", incarnation=1, channel="127.0.0.1:9", protocol=wire.PROTOCOL)
+        sent.put(control.NodeMessage(attach=attach))
+        asked = control.IndexQuery() if rpc == "WatchIndex" else iter(sent.get, None)
+        stream = getattr(secured.stub(role), rpc)(asked, timeout=ENDED_S)
+        next(stream)
+        rows = yaml.safe_load(secured.file.read_text())
+        (mine,) = (row for row in rows if row["name"] == role)
+        if change == "narrowed":
+            mine["salts"] = ["mine-*"]
+        secured.file.write_text(yaml.safe_dump(rows if change == "narrowed" else [r for r in rows if r is not mine]))
+        with pytest.raises(grpc.RpcError) as ended:
+            for _ in stream:
+                pass
+        assert isinstance(ended.value, grpc.Call) and ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert ("has changed" if change == "narrowed" else "not good here") in (ended.value.details() or "")
+        assert code_of(secured.stub("read" if role == "node" else "operate"), "Health") is grpc.StatusCode.OK
+    finally:
+        sent.put(None)
+        secured.close()
 
 
 def test_tickets_are_not_given_without_end_to_one_address() -> None:

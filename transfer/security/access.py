@@ -93,6 +93,13 @@ class Gate:
         CALLER.set(rights.subject)
         return rights
 
+    def stand(self, authorization: str | None, names: tuple[str, ...], rights: Rights) -> None:
+        """For a call that lasts: whether who made it still has ``rights``. Cheap: the file is looked at at most once a
+        second. Raises :class:`Unauthenticated` when its token is gone, or when it allows something else by now."""
+        if self.holder(authorization, names).rights != rights:
+            self.count("bad_token")
+            raise Unauthenticated("what this token may do has changed: call again")
+
     def count(self, reason: str) -> None:
         with self._lock:
             self._refused[reason] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -21,11 +22,23 @@ from kvstrata.transfer.security.watched_file import read_private
 
 _HEADER: Final = "authorization"
 _RIGHTS: ContextVar[Rights] = ContextVar("kvstrata_rights", default=EVERYTHING)
+_STANDING: ContextVar[Callable[[], None] | None] = ContextVar("kvstrata_standing", default=None)
 
 
 def current_rights() -> Rights:
     """Of whoever is answered now, within a call's handler; everything where tokens are off."""
     return _RIGHTS.get()
+
+
+def standing() -> Callable[[], None]:
+    """For a handler that streams, taken at its begin and called now and then: whether the caller may still be
+    answered. It raises :class:`Unauthenticated` once the caller's token is gone, or its row has changed; it does
+    nothing where tokens are off."""
+    return _STANDING.get() or _nothing
+
+
+def _nothing() -> None:
+    return
 
 
 # ---------------------------------------------------------------------- servers
@@ -89,7 +102,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _answer(
         self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
     ) -> Any:
-        rights = self._admit(access, None if streamed else request, context)
+        rights, _ = self._admit(access, None if streamed else request, context)
         token = _RIGHTS.set(rights)
         try:
             return behaviour(request, context)
@@ -99,18 +112,22 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _answer_stream(
         self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
     ) -> Iterator[Any]:
-        rights = self._admit(access, None if streamed else request, context)
+        rights, stand = self._admit(access, None if streamed else request, context)
         _RIGHTS.set(rights)  # gRPC gives each call a context of its own
+        _STANDING.set(stand)
         yield from behaviour(request, context)
 
-    def _admit(self, access: Access | None, request: Any, context: grpc.ServicerContext) -> Rights:
-        shown = next((value for name, value in context.invocation_metadata() if name == _HEADER), None)
+    def _admit(
+        self, access: Access | None, request: Any, context: grpc.ServicerContext
+    ) -> tuple[Rights, Callable[[], None]]:
+        shown = _text(next((value for name, value in context.invocation_metadata() if name == _HEADER), None))
         certified: Any = context.auth_context().get("x509_common_name", ())
         names = tuple(name.decode("utf-8", "replace") for name in certified)
         try:
-            return self._gate.admit(access, _text(shown), names, request)
+            rights = self._gate.admit(access, shown, names, request)
         except KVError as error:
             _abort(error, context)
+        return rights, partial(self._gate.stand, shown, names, rights)
 
 
 def _refusing(error: KVError) -> Any:
