@@ -41,12 +41,18 @@ def words(line: str) -> list[str]:
     line = re.split(r"\s#\s|\s#$", line)[0]
     found: list[str] = []
     for word in shlex.split(line, comments=False):
-        if word in ("|", "&", "&&", ";", ">", "<", ">>"):
+        if word in ("|", "&", "&&", ";", ">", "<", ">>", "2>&1"):
             break
-        word = _STANDS_FOR.get(word, word)
+        word = _expanded(_STANDS_FOR.get(word, word))
         if word:
             found.append(word.rstrip(";"))
     return found
+
+
+def _expanded(word: str) -> str:
+    """Shell variables as something that they can be: masters' addresses, or a number."""
+    word = re.sub(r"\$\{\w+:-(.*)\}", r"\1", word)
+    return re.sub(r"\$\{?(\w+)\}?", lambda found: "127.0.0.1:7400" if found[1] == "KVSTRATA_MASTER" else "1", word)
 
 
 def parse(line: str, folder: Path) -> str:
