@@ -26,6 +26,7 @@ class Roster:
     masters: list[str] = field(default_factory=list)
     nodes: dict[str, control.NodeRow] = field(default_factory=dict)
     clients: list[control.ClientRow] = field(default_factory=list)
+    told: bool = False  #: some master said which nodes it knows
 
 
 def roster(masters: Sequence[str]) -> Roster:
@@ -34,7 +35,9 @@ def roster(masters: Sequence[str]) -> Roster:
     for address in masters:
         try:
             with AdminClient(address, timeout_s=CALL_S) as admin:
-                for node in admin.nodes():
+                listed = admin.nodes()
+                found.told = True
+                for node in listed:
                     found.nodes.setdefault(node.node_id, node)
                 found.clients.extend(admin.clients())
                 _other_masters(admin, found)
@@ -125,6 +128,10 @@ def who_is_there(found: Roster) -> Iterator[Row]:
     if others:
         told = f"{count}; of other versions: {', '.join(others)}"
         yield Row("cluster", what, Verdict.WARNING, told, "upgrade the older ones")
+    elif not found.told:
+        yield Row(
+            "cluster", what, Verdict.NOT_APPLICABLE, "no master told which nodes there are", "see the masters' rows"
+        )
     elif not found.nodes:
         yield Row("cluster", what, Verdict.WARNING, count, "start storage nodes with --master HOST:PORT of the masters")
     else:

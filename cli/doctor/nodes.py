@@ -99,6 +99,10 @@ def _by_shm(row: control.NodeRow, tickets: TicketSource | None) -> Iterator[Row]
             nbytes = len(slabs.get(0).bytes)
         finally:
             slabs.close()
+    except Forbidden as error:
+        advice = "an engine's token maps memory, and may not look at nodes; a token of the role admin may do both"
+        yield Row("nodes", what, Verdict.NOT_APPLICABLE, f"its socket answers; mapping: {error}", advice)
+        return
     except KVError as error:
         advice = "run engines as the user of the node (the socket has mode 600); tcp works meanwhile"
         yield Row("nodes", what, Verdict.WARNING, str(error), advice)

@@ -246,6 +246,13 @@ def test_other_versions_are_warned_of() -> None:
     assert row.verdict == Verdict.WARNING and "vllm (kvstrata 0.0.9)" in row.found
 
 
+def test_that_there_are_no_nodes_is_said_where_a_master_said_so() -> None:
+    (row,) = cluster.who_is_there(cluster.Roster(told=True))
+    assert row.verdict == Verdict.WARNING and "start storage nodes" in row.advice
+    (row,) = cluster.who_is_there(cluster.Roster())
+    assert row.verdict == Verdict.NOT_APPLICABLE and "start" not in row.advice
+
+
 def test_memory_that_is_sealed_cannot_be_written() -> None:
     (row,) = machine.sealed_memory()
     assert row.verdict == Verdict.OK
