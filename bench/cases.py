@@ -1,83 +1,112 @@
-"""The case table: what is measured, the same for every system, and how a measurement is taken.
-
-A case is (operation, block bytes, blocks a call). Each is repeated ``rounds`` times; a row keeps the
-median over rounds, so that one noisy round does not count. Rows carry CPU seconds a GiB of this process.
-"""
+"""What is measured, and how: calls one after the other, and the CPU time of all who took part."""
 
 from __future__ import annotations
 
-import resource
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
-SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
-BATCH = 64
-LOOKUPS = (1, 1_000, 10_000)
+SIZES: Final = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
+BATCH: Final = 64
+LOOKUPS: Final = (1, 1_000, 10_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One case of one system. ``gb_s``: 10^9 bytes a second; latencies in microseconds a call."""
+class Case:
+    """What is measured: ``op`` ("load", "store", "lookup") of so many blocks a call. ``kind``: the table it is in."""
 
-    system: str
+    kind: str
     op: str
-    block_bytes: int
-    batch: int
-    gb_s: float
-    p50_us: float
-    p99_us: float
-    cpu_s_per_gib: float
-    rounds: int
+    blocks: int
+    block_bytes: int = 0
+    note: str = ""
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    @property
+    def name(self) -> str:
+        what = (
+            f"{self.op} {self.blocks} x {size_name(self.block_bytes)}" if self.block_bytes else f"lookup {self.blocks}"
+        )
+        return f"{what}, {self.note}" if self.note else what
+
+
+def size_name(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 @dataclass(slots=True)
 class Round:
-    """Latencies of one round's calls, the bytes they moved, the CPU this process burnt."""
+    """Seconds of one round's calls, the bytes they moved, CPU seconds of this process and of others by their role.
+
+    ``began``, ``ended``: of ``time.monotonic()``, the same clock in all processes.
+    """
 
     seconds: list[float]
     nbytes: int
     cpu_seconds: float
+    others: dict[str, float] = field(default_factory=dict)
+    began: float = 0.0
+    ended: float = 0.0
+    at_once: int = 1
+
+    @property
+    def gb_s(self) -> float:
+        """10^9 bytes a second: over the calls' own time, or from the first begin to the last end of several clients."""
+        taken = self.ended - self.began if self.at_once > 1 else sum(self.seconds)
+        return self.nbytes / taken / 1e9
 
 
-def measure(calls: Sequence[Callable[[], object]], nbytes: int) -> Round:
-    """Run the calls one after the other."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
+def measure(calls: Sequence[Callable[[], object]], nbytes: int, pids: Mapping[str, int] | None = None) -> Round:
+    """Run the calls one after the other. ``pids``: processes whose CPU time counts, by role."""
+    watch = CpuWatch(pids or {})
+    own, began = time.process_time(), time.monotonic()
     seconds = []
     for call in calls:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Round(seconds, nbytes, cpu)
+    ended, cpu = time.monotonic(), time.process_time() - own
+    return Round(seconds, nbytes, cpu, watch.seconds(), began, ended)
 
 
-def summarise(system: str, op: str, block_bytes: int, batch: int, rounds: Sequence[Round]) -> Row:
-    """Medians over rounds."""
-    gib = max(rounds[0].nbytes, 1) / (1 << 30)
-    return Row(
-        system=system,
-        op=op,
-        block_bytes=block_bytes,
-        batch=batch,
-        gb_s=round(statistics.median(r.nbytes / sum(r.seconds) for r in rounds) / 1e9, 3),
-        p50_us=round(statistics.median(_quantile(r.seconds, 0.5) for r in rounds) * 1e6, 1),
-        p99_us=round(statistics.median(_quantile(r.seconds, 0.99) for r in rounds) * 1e6, 1),
-        cpu_s_per_gib=round(statistics.median(r.cpu_seconds for r in rounds) / gib, 4),
-        rounds=len(rounds),
+def together(rounds: Sequence[Round], others: dict[str, float]) -> Round:
+    """What several clients did at once, as one."""
+    return Round(
+        [seconds for one in rounds for seconds in one.seconds],
+        sum(one.nbytes for one in rounds),
+        sum(one.cpu_seconds for one in rounds),
+        others,
+        min(one.began for one in rounds),
+        max(one.ended for one in rounds),
+        len(rounds),
     )
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
+class CpuWatch:
+    """CPU seconds of other processes since it was made."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._before = {role: cpu_seconds(pid) for role, pid in pids.items()}
+
+    def seconds(self) -> dict[str, float]:
+        return {role: cpu_seconds(pid) - self._before[role] for role, pid in self._pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """What the threads that a process has now, and the children that they have, have run."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            total += int((task / "schedstat").read_text().split()[0])
+            for child in (task / "children").read_text().split():
+                total += int(cpu_seconds(int(child)) * 1e9)
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+    return total / 1e9
+
+
+def quantile(values: Sequence[float], q: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * q))]
-
-
-def calls_for(block_bytes: int, batch: int) -> int:
-    """How many calls a round makes: enough to time, bounded in bytes."""
-    return max(4, min(512, (256 << 20) // (block_bytes * batch)))

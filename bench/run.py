@@ -1,8 +1,10 @@
 """Ours, the rooflines and the peers, in turns, in one run: ``python bench/run.py`` or ``./dev bench``.
 
-Every round runs every system once, so that a machine whose speed drifts slows all of them; the table
-quotes medians over rounds and the ratios between them. Peers are optional: ``--peers DIR`` names a folder
-with a ``run.sh PEER`` that prints one JSON line a case (see docs/performance.md).
+In every round all systems take turns at every case, in another order each time, so that a machine whose speed drifts
+slows all of them; figures are medians over rounds, ratios are between neighbours of one round. Pools live for a round,
+so that nothing of ours is there while a peer runs. ``--peers DIR`` names a folder with a ``run.sh PEER`` that prints a
+JSON line a case. Written: ``latest.json`` (every round, machine, versions), ``latest.md`` (the sections of
+docs/performance.md; ``--docs`` puts them there), and plots.
 """
 
 from __future__ import annotations
@@ -10,161 +12,159 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
-import subprocess
+import random
+import re
+import signal
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import BATCH, LOOKUPS, SIZES, Round, summarise
-from rooflines import memcpy_round, socket_round
+from cases import Case
+from suite_clients import clients_pool
+from suite_machine import busy, machine, versions
+from suite_main_pool import groups_of_main_pool, main_pool
+from suite_markdown import sections, write
+from suite_mixed import mixed_pool, ssd_pool
+from suite_peers import PEERS, peer_round
+from suite_plots import plot
+from suite_results import Results
+from suite_scale import QUICK, Found, Group, Scale
 
-SHARED_MEMORY = Path("/dev/shm")
-Key = tuple[str, str, int, int]
-PEER_OPS = {
-    "put_batch_from": "store", "put_from": "store", "get_batch_into": "load", "get_into": "load",
-    "put_pipeline": "store", "put": "store", "get_mget": "load", "get": "load",
-    "batch_is_exist": "lookup", "exist_multi": "lookup", "exist_single": "lookup",
-}  # fmt: skip
-
-
-class Results:
-    """Rounds by case, and peers' own median rows."""
-
-    def __init__(self) -> None:
-        self.rounds: dict[Key, list[Round]] = defaultdict(list)
-        self.peer_rows: dict[Key, list[dict[str, float]]] = defaultdict(list)
-
-    def add(self, system: str, op: str, block_bytes: int, batch: int, one: Round) -> None:
-        self.rounds[(system, op, block_bytes, batch)].append(one)
-
-    def rows(self) -> list[dict[str, object]]:
-        ours = [summarise(*key, rounds).as_dict() for key, rounds in self.rounds.items()]
-        return ours + [self._peer_row(key, rows) for key, rows in self.peer_rows.items()]
-
-    @staticmethod
-    def _peer_row(key: Key, rows: list[dict[str, float]]) -> dict[str, object]:
-        system, op, block_bytes, batch = key
-        middle = {
-            name: statistics.median(row[name] for row in rows) for name in ("GB_s_med", "p50_us_med", "p99_us_med")
-        }
-        return {
-            "system": system, "op": op, "block_bytes": block_bytes, "batch": batch,
-            "gb_s": middle["GB_s_med"], "p50_us": middle["p50_us_med"], "p99_us": middle["p99_us_med"],
-            "cpu_s_per_gib": None, "rounds": len(rows),
-        }  # fmt: skip
+Wanted = Callable[[str], bool]
+Stage = Callable[[Scale, Wanted], AbstractContextManager[list[Group]]]
+HERE: Final = Path(__file__).parent
+ROUNDS: Final = 5
+ROUNDS_QUICK: Final = 2
 
 
-def our_round(results: Results, master: str, sizes: list[int], lookups: list[int]) -> None:
-    """kvstrata over each transport, and from memory the node can map."""
-    from kvstrata_bench import Bench
-
-    for system, transport, memory in (
-        ("kvstrata-shm", "shm", "numpy"),
-        ("kvstrata-shm-alloc", "shm", "shared"),
-        ("kvstrata-tcp", "tcp", "numpy"),
-    ):
-        bench = Bench(master, transport, memory)
-        for size in sizes:
-            for batch in (1, BATCH):
-                stored, loaded = bench.data_rounds(size, batch)
-                results.add(system, "store", size, batch, stored)
-                results.add(system, "load", size, batch, loaded)
-        if transport == "shm" and memory == "numpy":
-            for count in lookups:
-                results.add("kvstrata", "lookup", 0, count, bench.lookup_round(count))
-        bench.close()
+def stages(scale: Scale) -> Iterator[tuple[Stage, list[str]]]:
+    """Each with a pool of its own, and the names of its groups."""
+    yield main_pool, groups_of_main_pool(scale)
+    yield clients_pool, [f"clients {count}" for count in scale.clients]
+    yield mixed_pool, ["mixed"]
+    yield ssd_pool, ["ssd"]
 
 
-def roofline_round(results: Results, sizes: list[int]) -> None:
-    for size in sizes:
-        for batch in (1, BATCH):
-            results.add("memcpy", "load", size, batch, memcpy_round(size, batch, hashed=False))
-            results.add("memcpy+xxh3", "store", size, batch, memcpy_round(size, batch, hashed=True))
-            for op in ("load", "store"):
-                results.add("socket", op, size, batch, socket_round(size, batch, op, hashed=False))
-                results.add("socket+xxh3", op, size, batch, socket_round(size, batch, op, hashed=True))
+def one_round(results: Results, scale: Scale, wanted: Wanted, order: random.Random) -> None:
+    def add(system: str, found: Found) -> None:
+        results.add(system, found)
 
+    def repeated(text: str) -> None:
+        print(text, file=sys.stderr)
+        results.repeated.append(text)
 
-def peer_round(results: Results, script: Path, peer: str, sizes: list[int]) -> None:
-    """One run of a peer's driver; its lines are read, its failures are said."""
-    env = {**os.environ, "SIZES": ",".join(map(str, sizes)), "BATCH": str(BATCH), "REPS": "3"}
-    before = set(SHARED_MEMORY.iterdir())
-    done = subprocess.run(
-        ["bash", str(script), peer], env=env, capture_output=True, text=True, timeout=900, check=False
-    )
-    for left in set(SHARED_MEMORY.iterdir()) - before:  # some peers leave gigabytes behind
-        left.unlink(missing_ok=True)
-    seen = 0
-    for line in done.stdout.splitlines():
-        if not line.startswith("{"):
+    for stage, names in stages(scale):
+        if not any(wanted(name) for name in names):
             continue
-        row = json.loads(line)
-        op = PEER_OPS.get(row["op"])
-        if op and "error" not in row:
-            key = (row["peer"], op, row["value_size"], row["batch"])
-            if op != "lookup" or row["op"] != "batch_get_replica_desc":
-                results.peer_rows[key].append(row)
-                seen += 1
-    if not seen:
-        print(f"{peer}: no figures (exit {done.returncode}): {done.stderr.strip()[-300:]}", file=sys.stderr)
+        with stage(scale, wanted) as groups:
+            for group in groups:
+                start = time.monotonic()
+                group.run(order, add, repeated)
+                print(f"  {group.name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
-def say(rows: list[dict[str, object]]) -> None:
-    """One table a case: systems side by side."""
+def say(
+    results: Results,
+    wanted_kinds: tuple[str, ...] = ("blocks", "paged", "lookup", "clients", "mixed", "ssd", "latency"),
+) -> None:
+    """One table: systems side by side."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("op", "block", "batch", "system", "GB/s", "p50 us", "p99 us", "CPU s/GiB", "rounds")
-    order = sorted(
-        rows, key=lambda r: (str(r["op"]), int(str(r["block_bytes"])), int(str(r["batch"])), str(r["system"]))
-    )
-    for row in order:
-        names = ("op", "block_bytes", "batch", "system", "gb_s", "p50_us", "p99_us", "cpu_s_per_gib", "rounds")
-        table.add_row(*(str(row[name]) for name in names))
-    Console(width=130).print(table)
+    table = Table("case", "system", "GB/s", "quartiles", "p50 us", "p99 us", "CPU s/GiB: client, node, master")
+    for case in (case for kind in wanted_kinds for case in results.cases(kind)):
+        for system in results.systems(case):
+            table.add_row(case.name, system, *_figures(results, case, system))
+    Console(width=150).print(table)
+
+
+def _figures(results: Results, case: Case, system: str) -> list[str]:
+    speed = results.spread(case, system)
+    spread = [f"{speed.median:.3f}", f"{speed.low:.3f} to {speed.high:.3f}"] if speed else ["", ""]
+    latency = [results.spread(case, system, figure) for figure in ("p50_us", "p99_us")]
+    costs = [results.spread(case, system, f"cpu of {role}") for role in ("client", "node", "master")]
+    return [
+        *spread,
+        *(f"{one.median:.1f}" if one else "" for one in latency),
+        ", ".join(f"{one.median:.3f}" if one else "-" for one in costs),
+    ]
+
+
+def save(results: Results, told: dict[str, Any], out: Path) -> str:
+    """Write JSON and markdown; the markdown."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(told | {"repeated": results.repeated, "rows": results.as_list()}, indent=1))
+    text = sections(results, told)
+    out.with_suffix(".md").write_text(text + "\n")
+    return text
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="block bytes, comma-separated")
-    parser.add_argument("--lookups", default=",".join(map(str, LOOKUPS)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, with --quick {ROUNDS_QUICK}")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, clients and bytes: under two minutes")
+    parser.add_argument(
+        "--case", action="append", default=[], help="part of the names of cases to run; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="show the names of the cases and end")
     parser.add_argument("--peers", type=Path, help="folder with run.sh and drivers of other systems")
-    parser.add_argument("--peer", action="append", default=[], help="a peer to run (may be repeated)")
-    parser.add_argument("--dram", default="6GiB")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "latest.json")
+    parser.add_argument("--peer", action="append", default=[], help=f"a peer to run; by default {', '.join(PEERS)}")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "latest.json")
+    parser.add_argument("--docs", type=Path, help="put the figures into this page, between its marks")
+    parser.add_argument("--from", dest="old", type=Path, help="measure nothing: read this JSON, write the rest again")
     options = parser.parse_args()
-    sizes = [int(size) for size in options.sizes.split(",")]
-    lookups = [int(count) for count in options.lookups.split(",") if count]
-    results = Results()
-    steps: list[tuple[str, Callable[[], None]]] = [("rooflines", lambda: roofline_round(results, sizes))]
-    from kvstrata_bench import pool
+    scale = QUICK if options.quick else Scale()
 
-    def ours() -> None:
-        with pool(options.dram) as master:
-            our_round(results, master, sizes, lookups)
+    def wanted(name: str) -> bool:
+        return not options.case or any(re.sub("^(load|store) ", "move ", part) in name for part in options.case)
 
-    steps.append(("kvstrata", ours))
-    for peer in options.peer:
-        script = options.peers / "run.sh"
-        steps.append((peer, lambda peer=peer, script=script: peer_round(results, script, peer, sizes)))  # type: ignore[misc]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
-    for number in range(options.rounds):
-        for name, step in steps:
-            start = time.monotonic()
-            step()
-            print(f"round {number + 1}/{options.rounds} {name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-        rows = results.rows()
-        options.out.write_text(json.dumps({"machine": machine, "rounds": number + 1, "rows": rows}, indent=1))
-    say(results.rows())
-    print(f"written: {options.out}", file=sys.stderr)
+    names = [name for _, some in stages(scale) for name in some]
+    if options.list or not any(map(wanted, names)):
+        print("\n".join(names))
+        return 0 if options.list else 2
+    if options.peer and options.peers is None:
+        parser.error("--peer needs --peers: the folder that has its run.sh")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # daemons and rooflines end with it
+    if options.old is not None:
+        told = json.loads(options.old.read_text())
+        results = Results.from_list(told.pop("rows"))
+        results.repeated = told.pop("repeated")
+    else:
+        results, told = run(options, scale, wanted)
+    text = save(results, told, options.out)
+    drawn = plot(results, options.out.parent)
+    say(results)
+    if options.docs is not None:
+        write(options.docs, text)
+    if not drawn:
+        print("no plots: pip install 'kvstrata[report]' brings matplotlib", file=sys.stderr)
+    written = [options.out, options.out.with_suffix(".md"), *drawn, *([options.docs] if options.docs else [])]
+    print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
     return 0
+
+
+def run(options: argparse.Namespace, scale: Scale, wanted: Wanted) -> tuple[Results, dict[str, Any]]:
+    peers = options.peer or (list(PEERS) if options.peers else [])
+    rounds = options.rounds or (ROUNDS_QUICK if options.quick else ROUNDS)
+    results, order, reason = Results(), random.Random(0), busy()
+    if reason:
+        print(reason, file=sys.stderr)
+    told: dict[str, Any] = {"machine": machine(), "versions": versions(peers), "busy": reason, "quick": options.quick}
+    for number in range(rounds):
+        start = time.monotonic()
+        one_round(results, scale, wanted, order)
+        for peer in peers:
+            before = time.monotonic()
+            peer_round(results, options.peers / "run.sh", peer, scale.sizes)
+            print(f"  {peer}: {time.monotonic() - before:.1f} s", file=sys.stderr)
+        print(f"round {number + 1}/{rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+        told |= {"rounds": number + 1, "load_after": round(os.getloadavg()[0], 2)}
+        save(results, told, options.out)  # what is there if the next round fails
+    return results, told
 
 
 if __name__ == "__main__":

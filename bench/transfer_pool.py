@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +47,12 @@ class Pool:
     master: str
     node_pid: int
     rails: str
+    master_pid: int
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Whose CPU time counts beside the client's, by role."""
+        return {"node": self.node_pid, "master": self.master_pid}
 
 
 @contextlib.contextmanager
@@ -54,7 +60,7 @@ def pool(dram: str, rails: str) -> Iterator[Pool]:
     """A pool with one node; ``rails`` as ``kvstrata storage --rdma``, "" for its default."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder, contextlib.ExitStack() as stack:
         data = Path(folder)
-        _, master = stack.enter_context(
+        leader, master = stack.enter_context(
             _daemon("master", "--listen", ANY, "--grpc", ANY, "--http", ANY, "--state", str(data / "state.db"))
         )
         process, ready = stack.enter_context(
@@ -63,7 +69,7 @@ def pool(dram: str, rails: str) -> Iterator[Pool]:
                 "--data", str(data / "node"), "--dram", dram, *(("--rdma", rails) if rails not in ("", "off") else ()),
             )
         )  # fmt: skip
-        yield Pool(str(master["channel"]), process.pid, str(ready.get("rails") or ""))
+        yield Pool(str(master["channel"]), process.pid, str(ready.get("rails") or ""), leader.pid)
 
 
 @contextlib.contextmanager
@@ -89,11 +95,22 @@ class Way:
     """One client, one transport, one kind of engine memory: "private"; "shared" (stores from ``client.allocate``); or
     "device": a stand-in on the CPU, so that every byte goes through the staging ring by gathers and scatters."""
 
-    def __init__(self, system: str, master: str, transport: str, memory: str = "private") -> None:
+    def __init__(
+        self,
+        system: str,
+        master: str,
+        transport: str,
+        memory: str = "private",
+        nbytes: int = BYTES_MAX,
+        pids: Mapping[str, int] | None = None,
+    ) -> None:
+        """``nbytes``: the most that a call moves. ``pids``: whose CPU time counts beside this process', by role."""
         self.system = system
+        self._nbytes = nbytes
+        self._pids = pids
         self._client = Client(master, transport=transport, transfer_deadline_ms=20_000)
         self._count = 0
-        self._bytes = random_bytes()
+        self._bytes = random_bytes(nbytes)
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._client.close)
         try:
@@ -108,13 +125,13 @@ class Way:
     def _region(self, memory: str) -> tuple[Any, npt.NDArray[np.uint8]]:
         """And the bytes in it."""
         if memory == "shared":
-            region = self._client.allocate(BYTES_MAX)
+            region = self._client.allocate(self._nbytes)
             return region, region.bytes
         if memory == "device":
-            device = self._stack.enter_context(fake_device(BYTES_MAX + (1 << 20), Memory("cuda", next(_devices))))
-            array = device.empty((BYTES_MAX,))
+            device = self._stack.enter_context(fake_device(self._nbytes + (1 << 20), Memory("cuda", next(_devices))))
+            array = device.empty((self._nbytes,))
             return self._client.register(array), array.shadow
-        private = engine_memory()
+        private = engine_memory(self._nbytes)
         return self._client.register(private), private
 
     def _reach(self) -> str:
@@ -135,24 +152,52 @@ class Way:
     def rounds(self, shape: Shape, calls: int = 0) -> tuple[Round, Round]:
         """(store, load): every call stores or loads fresh blocks; bytes are compared after, blocks removed."""
         client, calls = self._client, calls or shape.calls
-        namespace = client.namespace(
-            f"bench/{shape.block_bytes}", block_bytes=shape.block_bytes, block_tokens=16, hash_bytes=HASH_BYTES
-        )
-        table = np.stack([shape.offsets(), np.full((shape.blocks, shape.pieces), shape.piece_bytes)], axis=2)
-        source, target = self._source.view(namespace, table), self._target.view(namespace, table)
+        namespace, source, target = self._views(shape)
         keys = [self._hashes(shape.blocks) for _ in range(calls + 1)]
         nbytes = calls * shape.nbytes
         try:
             _whole(client.store(namespace, "", keys[0], source))
-            stored = measure([_call(client.store, namespace, key, source) for key in keys[1:]], nbytes)
+            stored = measure([_call(client.store, namespace, key, source) for key in keys[1:]], nbytes, self._pids)
             self._got[: shape.nbytes] = 0
             _whole(client.load(namespace, "", keys[0], target))
-            loaded = measure([_call(client.load, namespace, key, target) for key in keys[1:]], nbytes)
+            loaded = measure([_call(client.load, namespace, key, target) for key in keys[1:]], nbytes, self._pids)
             assert (self._got[: shape.nbytes] == self._bytes[: shape.nbytes]).all(), "wrong bytes"
         finally:
             for key in keys:
                 client.remove(namespace, "", key)
         return stored, loaded
+
+    def stores(self, shape: Shape, calls: int, begin: Callable[[], None]) -> Round:
+        """Stores of fresh blocks alone, once ``begin`` has returned; removed after."""
+        client, space, source, _ = self._client, *self._views(shape)
+        keys = [self._hashes(shape.blocks) for _ in range(calls)]
+        try:
+            begin()
+            return measure([_call(client.store, space, key, source) for key in keys], calls * shape.nbytes, self._pids)
+        finally:
+            for key in keys:
+                client.remove(space, "", key)
+
+    @contextlib.contextmanager
+    def held(self, shape: Shape, calls: int) -> Iterator[list[Callable[[], None]]]:
+        """Loads of blocks that are in the pool until the end of the block, a call each: for use again and again."""
+        client, space, source, target = self._client, *self._views(shape)
+        keys = [self._hashes(shape.blocks) for _ in range(calls)]
+        try:
+            for key in keys:
+                _whole(client.store(space, "", key, source))
+            yield [_call(client.load, space, key, target) for key in keys]
+        finally:
+            for key in keys:
+                client.remove(space, "", key)
+
+    def _views(self, shape: Shape) -> tuple[Any, Any, Any]:
+        """Namespace, source and target of a shape's blocks."""
+        namespace = self._client.namespace(
+            f"bench/{shape.block_bytes}", block_bytes=shape.block_bytes, block_tokens=16, hash_bytes=HASH_BYTES
+        )
+        table = np.stack([shape.offsets(), np.full((shape.blocks, shape.pieces), shape.piece_bytes)], axis=2)
+        return namespace, self._source.view(namespace, table), self._target.view(namespace, table)
 
     def _hashes(self, count: int) -> bytes:
         self._count += 1

@@ -70,10 +70,10 @@ def random_bytes(nbytes: int = BYTES_MAX) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(SEED).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def engine_memory() -> npt.NDArray[np.uint8]:
-    """u8[BYTES_MAX], private, in huge pages where the kernel gives them, and aligned as torch's memory and pinned
+def engine_memory(nbytes: int = BYTES_MAX) -> npt.NDArray[np.uint8]:
+    """u8[nbytes], private, in huge pages where the kernel gives them, and aligned as torch's memory and pinned
     memory are. numpy's big arrays begin 16 bytes into a page: copies to there run at half their speed."""
-    memory = mmap.mmap(-1, BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
@@ -111,16 +111,34 @@ class Worker:
         self._process = context.Process(target=main, args=(theirs, *given))
         self._process.start()
         theirs.close()
+        self._asked: object = "start"
         word, *told = self._receive(ROUND_S)
         self.problem = "" if word == "ready" else str(told[0])
         self.told: list[Any] = told
 
     def round(self, *what: object) -> Round:
+        self.ask(*what)
+        return self.answer()
+
+    def ask(self, *what: object) -> None:
+        """The first part of :meth:`round`, so that several can be at work at once."""
+        self._asked = what[0]
         self._pipe.send(what)
-        answer = self._receive(ROUND_S)
+
+    def answer(self) -> Round:
+        answer = self.attempt()
         if not isinstance(answer, Round):
-            raise SystemExit(f"{what[0]}: {answer}")
+            raise SystemExit(f"{self._asked}: {answer}")
         return answer
+
+    def attempt(self) -> Round | str:
+        """As :meth:`answer`, but what went wrong is returned."""
+        answer: Round | str = self._receive(ROUND_S)
+        return answer
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def _receive(self, seconds: float) -> Any:
         try:

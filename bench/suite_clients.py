@@ -1,0 +1,105 @@
+"""Several clients at once, each a process: what they move together, and copies by as many processes beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from cases import BATCH, Case, CpuWatch, Round, measure, together
+from rooflines import memcpy_round
+from suite_scale import Found, Group, Scale
+from transfer_pool import Missed, Pool, Way, pool
+from transfer_shapes import Shape, Worker, serve
+
+SHAPE: Final = Shape("clients", BATCH, 1 << 20)
+TRANSPORTS: Final = ("shm", "tcp")
+#: From the question to the moment at which all begin.
+LEAD_S: Final = 0.05
+#: Of all clients together in one round.
+CALLS: Final = 16
+CALLS_MIN: Final = 2
+HELD: Final = 2
+
+
+def client(pipe: Connection, master: str, number: int) -> None:
+    """The main of a :class:`transfer_shapes.Worker`."""
+    with contextlib.ExitStack() as stack:
+        systems: dict[str, Callable[..., Round]] = {"memcpy": _copies, "memcpy+xxh3": _hashes}
+        for transport in TRANSPORTS:
+            way = Way(f"client-{number}-{transport}", master, transport, nbytes=SHAPE.nbytes)
+            stack.callback(way.close)
+            loads = stack.enter_context(way.held(SHAPE, HELD))
+            systems[f"kvstrata-{transport}"] = partial(_moves, way, loads)
+        serve(pipe, systems)
+
+
+def _moves(way: Way, loads: list[Callable[[], None]], op: str, calls: int, at: float) -> Round:
+    if op == "load":
+        wanted = [loads[index % len(loads)] for index in range(calls)]
+        return measured(wanted, calls, at)
+    return way.stores(SHAPE, calls, partial(wait_until, at))
+
+
+def _copies(op: str, calls: int, at: float) -> Round:
+    wait_until(at)
+    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=False, calls=calls)
+
+
+def _hashes(op: str, calls: int, at: float) -> Round:
+    wait_until(at)
+    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=True, calls=calls)
+
+
+def measured(calls: list[Callable[[], Any]], count: int, at: float) -> Round:
+    wait_until(at)
+    return measure(calls, count * SHAPE.nbytes)
+
+
+def wait_until(at: float) -> None:
+    time.sleep(max(0.0, at - time.monotonic()))
+
+
+@contextlib.contextmanager
+def clients_pool(scale: Scale, wanted: Callable[[str], bool]) -> Iterator[list[Group]]:
+    """Groups of one, two and more clients; open until the end of the block."""
+    counts = [count for count in scale.clients if wanted(f"clients {count}")]
+    most = max(counts)
+    bytes_held = (most * (len(TRANSPORTS) * HELD) + max(CALLS, CALLS_MIN * most) + 2) * SHAPE.nbytes
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(pool(f"{(bytes_held >> 20) * 5 // 4}MiB", "off"))
+        workers = []
+        for number in range(most):
+            workers.append(Worker(client, running.master, number))
+            stack.callback(workers[-1].close)
+        yield [_group(running, workers[:count]) for count in counts]
+
+
+def _group(running: Pool, workers: list[Worker]) -> Group:
+    count = len(workers)
+    calls = max(CALLS_MIN, CALLS // count)
+    note = f"{count} client{'s' if count > 1 else ''}"
+
+    def together_of(system: str, op: str) -> Round:
+        watch, at = CpuWatch(running.pids), time.monotonic() + LEAD_S
+        for worker in workers:
+            worker.ask(system, op, calls, at)
+        done = [worker.attempt() for worker in workers]  # all of them, so that none has an answer left in its pipe
+        failed = [one for one in done if not isinstance(one, Round)]
+        if failed:
+            raise Missed(f"{len(failed)} of {count} clients: {failed[0]}")
+        return together([one for one in done if isinstance(one, Round)], watch.seconds())
+
+    def turn(system: str) -> Found:
+        return {
+            Case("clients", op, SHAPE.blocks, SHAPE.block_bytes, note): together_of(system, op)
+            for op in ("store", "load")
+        }
+
+    systems = [*(f"kvstrata-{transport}" for transport in TRANSPORTS), "memcpy", "memcpy+xxh3"]
+    return Group(f"clients {count}", {system: partial(turn, system) for system in systems})
