@@ -72,7 +72,7 @@ function cards(status) {
   const made = [
     card("Nodes active", `${totals.nodes_active} of ${totals.nodes}`, missing > 0 ? `${missing} not active` : totals.nodes ? "all are here" : "none yet",
       null, missing > 0 ? "bad" : ""),
-    card("Hit rate", percent(seen.minute.hit_rate), `hour ${percent(seen.hour.hit_rate)}`,
+    card("Hit rate", percent(seen.minute.hit_rate), `hour ${percent(seen.hour.hit_rate)}${alone(status) ? "" : ", asked here"}`,
       sparkline(rates, spoken("Hit rate", rates, percent), 1)),
     ...TIERS.map(([tier, title]) => {
       const { used, size } = totals[tier];
@@ -102,10 +102,15 @@ function spoken(what, values, shown) {
 
 // ---------------------------------------------------------------- lookups
 
+/** Whether this master answers all lookups: an engine asks the one that it has reached, whoever leads. */
+const alone = (status) => status.masters.length < 2;
+
 function lookups(status) {
   const { minute, hour } = status.lookups;
   if (!hour.asked) {
-    const lines = [el("p", {}, "No engine has asked for a block in the last hour. Point one at ", code(status.master.channel), ", or try: ", code(`kvstrata bench --master ${status.master.channel}`))];
+    const nobody = alone(status) ? "No engine has asked for a block in the last hour."
+      : "No engine has asked this master for a block in the last hour; see the other masters, too.";
+    const lines = [el("p", {}, `${nobody} Point one at `, code(status.master.channel), ", or try: ", code(`kvstrata bench --master ${status.master.channel}`))];
     put($("lookups"), empty("Nothing was looked up", ...lines));
     return;
   }
@@ -115,6 +120,7 @@ function lookups(status) {
   }));
   rows.sort((one, other) => other.now - one.now || other.then - one.then);
   put($("lookups"),
+    alone(status) ? null : el("p", { class: "small" }, "What this master was asked. Each of the others answers engines of its own."),
     ...spans.map(([title, span]) => spanBar(title, span)),
     el("p", { class: "legend" }, ...[["dram", "found in memory"], ["ssd", "found on SSD"], ["miss", "not found"]].map(([kind, words]) =>
       el("span", {}, el("span", { class: `key ${kind}`, "aria-hidden": "true" }), words))),
