@@ -104,10 +104,11 @@ def _figures(document: Document) -> list[Text]:
         for tier, label in (("dram", "memory"), ("ssd", "ssd"))
         if totals[tier]["size"]
     )
+    here = ", asked here" if len(document["masters"]) > 1 else ""
     lines = [
         f"nodes {totals['nodes_active']} of {totals['nodes']} active   blocks {totals['blocks']}   "
         f"clients {totals['clients']}   {tiers}",
-        f"hit rate {_percent(minute['hit_rate'])} this minute, {_percent(hour['hit_rate'])} this hour  "
+        f"hit rate {_percent(minute['hit_rate'])} this minute, {_percent(hour['hit_rate'])} this hour{here}  "
         f"{sparkline(rates, 1.0)}",
         f"loads {_rate(moved['bytes_out_per_second'])}   stores {_rate(moved['bytes_in_per_second'])}   "
         f"copies {_rate(moved['bytes_copied_per_second'])}, {document['copies']['under_way']} under way",

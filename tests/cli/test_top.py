@@ -36,7 +36,7 @@ def test_what_matters_is_on_top() -> None:
     for needed in (
         "node node-05 is missing",
         "nodes 6 of 8 active",
-        "hit rate 52% this minute, 83% this hour",
+        "hit rate 52% this minute, 83% this hour, asked here",
         "its node was lost 30%",
     ):
         assert needed in top
