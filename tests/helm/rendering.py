@@ -39,6 +39,8 @@ def value_sets() -> dict[str, Values]:
         "master": {
             "replicas": 3,
             "hotCopies": True,
+            "kvEvents": {"enabled": True, "salts": True},
+            "engineEvents": ["a=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558", "b=tcp://[fd00::2]:5557"],
             "cpu": {"limit": "4"},
             "podAnnotations": {"a": "b"},
             "podLabels": {"team": "kv"},

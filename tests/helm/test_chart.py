@@ -77,10 +77,31 @@ def test_kubernetes_takes_every_object(name: str, version: str) -> None:
             is_valid(each, version)
 
 
+@pytest.mark.parametrize("secured", [False, True])
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_takes_the_engine(version: str) -> None:
-    for each in yaml.safe_load_all((EXAMPLES / "vllm.yaml").read_text()):
+def test_kubernetes_takes_the_engine(version: str, secured: bool) -> None:
+    text = (EXAMPLES / "vllm.yaml").read_text()
+    for each in yaml.safe_load_all(text.replace("#+ ", "") if secured else text):
         is_valid(each, version)
+
+
+def test_routers_may_read_events_and_masters_reach_the_engines_whose_events_they_read() -> None:
+    router = {"podSelector": {"matchLabels": {"app": "router"}}}
+    events: Values = {"kvEvents": {"enabled": True, "port": 6001, "replayPort": 6002}}
+    values: Values = {"networkPolicy": {"routers": [router]}}
+    for master, listen, read in (
+        ({}, False, False),
+        (events, True, False),
+        ({"engineEvents": ["a=tcp://b:1"]}, False, True),
+    ):
+        found = objects({**values, "master": master})
+        policy = one(found, "NetworkPolicy", "-master")["spec"]
+        rules = [rule for rule in policy["ingress"] if router in rule["from"]]
+        assert rules == ([{"from": [router], "ports": [{"port": 6001}, {"port": 6002}]}] if listen else [])
+        engines = {"podSelector": {"matchLabels": {"kvstrata.io/client": "true"}}}
+        assert any(engines in rule.get("to", ()) for rule in policy["egress"]) is read
+        offered = {port["port"] for port in one(found, "Service", "-masters")["spec"]["ports"]}
+        assert (offered >= {6001, 6002}) is listen
 
 
 def test_an_object_that_kubernetes_would_refuse_is_seen() -> None:

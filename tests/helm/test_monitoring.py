@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
+from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.security.metrics import security_metrics
+from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.security.tokens import digest, new_token
+from tests.certificates import Authority
 from tests.helm.pods import close, start
 from tests.helm.rendering import CHART, NAMESPACE, ROOT, Object, objects, one
 
@@ -38,7 +46,28 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         stack.callback(close, master)
         node = start(one(found, "DaemonSet", "-storage"), base / "n", fields, master.ready["channel"])
         stack.callback(close, node)
-        yield _samples(master.get("/metrics")[1] + node.get("/metrics")[1])
+        yield _samples(master.get("/metrics")[1] + node.get("/metrics")[1] + _secured(base))
+
+
+def _secured(base: Path) -> str:
+    """What daemons with tokens and TLS add to their metrics."""
+    pair = Authority(base).pair("server")
+    (base / "tokens").write_text(yaml.safe_dump([{"name": "a", "sha256": digest(new_token()), "role": "read"}]))
+    files = SecurityFiles(tokens=base / "tokens", tls_cert=pair.cert, tls_key=pair.key)
+    security = Security.opened(files, "127.0.0.1:0", ("127.0.0.1:0",))
+    registry = CollectorRegistry()
+    registry.register(
+        _Of([*security_metrics("kvstrata_master", security), *security_metrics("kvstrata_node", security)])
+    )
+    return generate_latest(registry).decode()
+
+
+class _Of(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def _samples(text: str) -> dict[str, list[dict[str, str]]]:

@@ -101,6 +101,21 @@ def test_the_certificate_is_what_masters_mount() -> None:
     assert secret in [each["secret"]["secretName"] for each in volumes if "secret" in each]
 
 
+def test_the_engine_of_the_example_on_a_pool_with_tokens_fits_the_docs() -> None:
+    deployment, _ = yaml.safe_load_all((EXAMPLES / "vllm.yaml").read_text().replace("#+ ", ""))
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    page = (ROOT / "docs" / "deploy-helm.md").read_text()
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert all(f"`{name}={value}`" in page for name, value in variables.items()) and len(variables) == 2
+    (volume,) = [each for each in spec["volumes"] if "secret" in each]
+    (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
+    made = re.search(rf"create secret generic {volume['secret']['secretName']} (.+)", page)
+    keys = re.findall(r"--from-file=([\w.]+)=", made[1] if made else "")
+    assert {f"{mount['mountPath']}/{key}" for key in keys} == set(variables.values())
+    assert volume["secret"]["defaultMode"] == 0o440 and mount["readOnly"]
+
+
 def test_the_engine_of_the_example_fits_the_chart_and_the_docs() -> None:
     deployment, _ = yaml.safe_load_all((EXAMPLES / "vllm.yaml").read_text())
     template = deployment["spec"]["template"]

@@ -70,3 +70,14 @@ app.kubernetes.io/part-of: kvstrata
 {{- define "kvstrata.anyIp" -}}
 {{- if eq .Values.ipFamily "IPv6" -}}[::]{{- else -}}0.0.0.0{{- end -}}
 {{- end -}}
+
+{{- /* The masters' ports by name; those of KV events where they are on. */}}
+{{- define "kvstrata.masterPorts" -}}
+{{- $ports := .Values.master.ports }}
+{{- with .Values.master.kvEvents }}
+{{- if .enabled }}
+{{- $ports = merge (dict "kv-events" .port "kv-replay" .replayPort) $ports }}
+{{- end }}
+{{- end }}
+{{- toYaml $ports }}
+{{- end }}
