@@ -28,7 +28,7 @@ from kvstrata.cli import (
 )
 from kvstrata.cli.credentials import PoolGroup
 from kvstrata.cli.doctor.command import doctor
-from kvstrata.cli.output import Exit
+from kvstrata.cli.output import Exit, say
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
 
@@ -86,7 +86,7 @@ def main() -> None:
     try:
         app(auto_envvar_prefix=PREFIX)
     except KVError as error:  # from option callbacks, before a command's own handling
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(int(Exit.USAGE))
 
 

@@ -12,7 +12,7 @@ from kvstrata.cli.dropped import WAIT_S, DryRun, Erase, Wait, end_of, say_droppe
 from kvstrata.cli.groups import GroupOption, find_optional, shards_of
 from kvstrata.cli.hashes import parse_prefix
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.output import expected_errors, print_json, print_table, say
 from kvstrata.cli.salts import Tenant, shown
 from kvstrata.cli.sizes import format_size, value_flag
 from kvstrata.proto.errors import InvalidArgument
@@ -45,7 +45,7 @@ def stat(
         if as_json:
             print_json({"blocks": sum(counts.values()), "namespaces": table})
             return
-        typer.echo(f"{sum(counts.values())} blocks" + ("" if tenant is None else f" of tenant {shown(tenant)}"))
+        say(f"{sum(counts.values())} blocks" + ("" if tenant is None else f" of tenant {shown(tenant)}"))
         lines = [
             (name, spec.shard_count, format_size(spec.block_bytes), counts[name],
              format_size(counts[name] * spec.block_bytes))
@@ -75,7 +75,7 @@ def list_(
             return
         table = [(row.group, row.shard, shown(row.salt), row.hash.hex(), " ".join(row.where)) for row in listed.blocks]
         print_table("blocks", ("group", "shard", "tenant", "hash", "where"), table)
-        typer.echo(f"{len(listed.blocks)} of {listed.total}")
+        say(f"{len(listed.blocks)} of {listed.total}")
 
 
 @block.command()
@@ -133,7 +133,7 @@ def _remove_hashes(
     if as_json:
         print_json({"blocks": count, "unreached": unreached})
     else:
-        typer.echo(f"{count} blocks {'would go' if dry_run else 'are gone'}: {what}")
+        say(f"{count} blocks {'would go' if dry_run else 'are gone'}: {what}")
     end_of(unreached)
 
 

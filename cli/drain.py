@@ -11,7 +11,7 @@ from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.confirm import Yes, confirm
 from kvstrata.cli.durations import format_duration, parse_duration
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import Exit, expected_errors, print_json
+from kvstrata.cli.output import Exit, expected_errors, print_json, say
 from kvstrata.cli.sizes import format_size, value_flag
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 
@@ -67,7 +67,7 @@ def undrain(node_id: NodeId, master: Master = DEFAULT_MASTER, as_json: Json = Fa
         if as_json:
             print_json(as_dict(row))
         else:
-            typer.echo(f"{node_id} stays, and takes new blocks")
+            say(f"{node_id} stays, and takes new blocks")
 
 
 def remove(
@@ -89,7 +89,7 @@ def remove(
         if as_json:
             print_json(as_dict(row))
         else:
-            typer.echo(f"{node_id} is off the roster")
+            say(f"{node_id} is off the roster")
 
 
 def _watch(master: str, node_id: str, *, quiet: bool) -> control.NodeRow:
@@ -142,4 +142,4 @@ def _say(row: control.NodeRow) -> None:
     text += f", {format_duration(drain.elapsed_seconds)}"
     if drain.budget_seconds:
         text += f" of {format_duration(drain.budget_seconds)}"
-    typer.echo(text)
+    say(text)

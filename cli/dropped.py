@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstrata.cli.as_json import as_dict
-from kvstrata.cli.output import Exit, print_json
+from kvstrata.cli.output import Exit, print_json, say
 from kvstrata.proto import control_pb2 as control
 
 Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for nodes.")]
@@ -23,7 +23,7 @@ def say_dropped(dropped: control.Dropped, what: str, *, dry_run: bool, as_json: 
     if as_json:
         print_json(as_dict(dropped))
     else:
-        typer.echo(f"{dropped.blocks} blocks {'would go' if dry_run else 'are gone'}: {what}")
+        say(f"{dropped.blocks} blocks {'would go' if dry_run else 'are gone'}: {what}")
     end_of(dropped.unreached)
 
 
@@ -31,5 +31,5 @@ def end_of(unreached: Sequence[str]) -> None:
     """Says who has not confirmed, and ends with 1 then: a script must not take it for done."""
     if unreached:
         nodes = ", ".join(unreached)
-        typer.echo(f"not confirmed yet by {nodes}: the master goes on telling them, and lookups find nothing", err=True)
+        say(f"not confirmed yet by {nodes}: the master goes on telling them, and lookups find nothing", err=True)
         raise typer.Exit(int(Exit.FAILED))

@@ -9,7 +9,7 @@ import typer
 
 from kvstrata.cli.as_json import as_dict, rows
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_table, say
 from kvstrata.cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -47,18 +47,18 @@ def _say_health(
 ) -> None:
     state = "healthy" if report.healthy else "NOT healthy"
     ready = "ready" if report.ready else "not ready yet"
-    typer.echo(
+    say(
         f"{report.software} cluster {report.cluster_id}: {state}, {ready}, up {report.uptime_seconds:.0f} s, "
         f"{report.blocks} blocks, {report.nodes_active} of {report.nodes_total} nodes active"
     )
     role = "leads" if report.leading else f"follows {report.leader}" if report.leader else "follows nobody"
-    typer.echo(f"  this master {role}, epoch {report.epoch}")
+    say(f"  this master {role}, epoch {report.epoch}")
     for problem in report.problems:
-        typer.echo(f"  problem: {problem}")
+        say(f"  problem: {problem}")
     for warning in report.warnings:
-        typer.echo(f"  warning: {warning}")
+        say(f"  warning: {warning}")
     for software, count in sorted(report.refused_versions.items()):
-        typer.echo(f"  refused {count} times: {software} speaks another protocol version; upgrade the older side")
+        say(f"  refused {count} times: {software} speaks another protocol version; upgrade the older side")
     _node_table(nodes)
     table = [
         (c.name, c.host, c.pid, c.software, c.lookups, f"{c.idle_seconds:.0f} s", f"{c.connected_seconds:.0f} s")

@@ -6,7 +6,7 @@ import typer
 
 from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_table, say
 
 
 def masters(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
@@ -19,7 +19,7 @@ def masters(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
             print_json(as_dict(listed))
         else:
             if listed.problem:
-                typer.echo(f"  problem: {listed.problem}")
+                say(f"  problem: {listed.problem}")
             table = [
                 (
                     row.channel,
@@ -32,5 +32,5 @@ def masters(master: Master = DEFAULT_MASTER, as_json: Json = False) -> None:
             ]
             print_table("masters", ("channel", "role", "grpc", "http", ""), table)
             if not led:
-                typer.echo("nobody leads: until one does, policies cannot be changed, and nothing is balanced")
+                say("nobody leads: until one does, policies cannot be changed, and nothing is balanced")
         raise typer.Exit(Exit.OK if led else Exit.FAILED)

@@ -11,7 +11,7 @@ from kvstrata.cli.confirm import Yes, confirm
 from kvstrata.cli.dropped import WAIT_S, DryRun, Erase, Wait, end_of, say_dropped
 from kvstrata.cli.groups import Group, find_group, shards_of
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.output import expected_errors, print_json, print_table, say
 from kvstrata.cli.salts import Tenant, shown
 from kvstrata.cli.sizes import format_size
 
@@ -61,7 +61,7 @@ def bump(group: Group, wait: Wait = WAIT_S, master: Master = DEFAULT_MASTER, as_
         if as_json:
             print_json(as_dict(dropped))
         else:
-            typer.echo(f"{name} is at weight epoch {dropped.epoch}; {dropped.blocks} older blocks are misses")
+            say(f"{name} is at weight epoch {dropped.epoch}; {dropped.blocks} older blocks are misses")
         end_of(dropped.unreached)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask, tickets
-from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_table, say
 from kvstrata.cli.sizes import format_size, size_flag
 from kvstrata.proto.errors import InvalidArgument, KVError
 
@@ -132,7 +132,7 @@ def _say(checked: Sequence[Checked]) -> None:
     print_table("", ("node", "state", "blocks", "longest hold", "read in memory", "read on SSD", "took"), table)
     for each in checked:
         for problem in each.problems():
-            typer.echo(f"  {each.node_id}: {problem}")
+            say(f"  {each.node_id}: {problem}")
 
 
 def _scrubbed(row: dict[str, int] | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
@@ -15,6 +16,8 @@ import typer
 from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unavailable
 
 PLAIN_COLUMNS = 160
+#: What stands in place of a character that a terminal would obey.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Exit(IntEnum):
@@ -24,6 +27,19 @@ class Exit(IntEnum):
     FAILED = 1  #: it ran, and the answer is bad: unhealthy, wrong bytes, failed requests
     USAGE = 2  #: a flag, a file or an environment variable is wrong; a port is in use
     UNREACHABLE = 3  #: nobody answers there
+
+
+def plain(text: object) -> str:
+    """What came from outside, for a terminal: none of the characters that it would obey."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(REPLACEMENT if unicodedata.category(each)[0] == "C" else each for each in shown)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Lines on stdout, or on stderr, each :func:`plain`."""
+    typer.echo("\n".join(plain(line) for line in text.split("\n")), err=err)
 
 
 def print_json(value: Any) -> None:
@@ -36,9 +52,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*(Column(name, overflow="fold") for name in columns), title=title or None, title_justify="left")
+    heading = Text(plain(title), "table.title") if title else None
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=heading, title_justify="left")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # names come from outside: no markup of theirs
+        table.add_row(*(Text(plain(cell)) for cell in row))  # names come from outside: no markup of theirs
     print_rich(table)
 
 
@@ -66,5 +83,5 @@ def expected_errors() -> Iterator[None]:
 
 
 def _ended(error: KVError, code: Exit) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
+    say(f"error: {error}", err=True)
     return typer.Exit(int(code))

@@ -9,7 +9,7 @@ import typer
 from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.groups import GroupOption, find_optional
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.output import expected_errors, print_json, print_table, say
 from kvstrata.cli.salts import Tenant, shown
 from kvstrata.proto.errors import InvalidArgument
 
@@ -70,4 +70,4 @@ def _print(listed: control.ReplicasList, *, as_json: bool) -> None:
         name = f"tenant {shown(rule.salt)}" if rule.HasField("salt") else f"namespace {rule.group}"
         rows.append((name, rule.count))
     print_table("replicas", ("of", "nodes"), rows)
-    typer.echo(f"{listed.wanting} replicas are missing, {listed.surplus} are too many")
+    say(f"{listed.wanting} replicas are missing, {listed.surplus} are too many")

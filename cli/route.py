@@ -12,7 +12,7 @@ from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.groups import among
 from kvstrata.cli.hashes import looks_whole
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import Exit, expected_errors, print_json, print_table
+from kvstrata.cli.output import Exit, expected_errors, print_json, print_table, say
 from kvstrata.proto.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _load(text: str) -> tuple[str, float]:
 
 
 def _say(answer: control.RouteAnswer) -> None:
-    typer.echo(f"{answer.asked} blocks asked; the pool has the first {answer.pool_blocks}")
+    say(f"{answer.asked} blocks asked; the pool has the first {answer.pool_blocks}")
     if answer.engines:
         rows = [
             (row.name, row.state, row.own_blocks, row.pool_blocks, row.near_blocks, f"{row.score:.1f}", row.host or "-")
@@ -129,4 +129,4 @@ def _say(answer: control.RouteAnswer) -> None:
         nodes = [(row.node_id, row.prefix_blocks, row.dram_blocks, row.ssd_blocks, row.host) for row in answer.nodes]
         print_table("nodes, longest prefix first", ("node", "prefix", "dram", "ssd only", "host"), nodes)
     if answer.problem:
-        typer.echo(f"note: {answer.problem}", err=True)
+        say(f"note: {answer.problem}", err=True)

@@ -11,7 +11,7 @@ import typer
 from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.confirm import Yes, confirm
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.output import expected_errors, print_json, print_table, say
 from kvstrata.cli.salts import shown
 from kvstrata.cli.sizes import parse_size, value_flag
 from kvstrata.cli.tenant_policy import NOTHING, Limit, Policy
@@ -162,7 +162,7 @@ def import_(
         with ask(master) as admin:
             todo = changes(Policies.of(admin.list_tenants()), wanted, prune=prune)
             if not todo:
-                typer.echo("nothing changes")
+                say("nothing changes")
                 return
             print_table("changes", ("tenant", "is", "will be"), [change.row() for change in todo])
             if dry_run:
@@ -178,9 +178,9 @@ def _apply(admin: AdminClient, todo: list[Change]) -> None:
         try:
             print_warnings(change.apply(admin))
         except KVError:
-            typer.echo(f"{done} of {len(todo)} were changed; {change.name} was refused, and nothing after it", err=True)
+            say(f"{done} of {len(todo)} were changed; {change.name} was refused, and nothing after it", err=True)
             raise
-    typer.echo(f"{len(todo)} changed")
+    say(f"{len(todo)} changed")
 
 
 def _read(path: Path) -> str:
@@ -228,7 +228,7 @@ def _say(
     if salt is not None:
         was = Policy.of(changed.before.policy).text() if changed.before.defined else "no policy of its own"
         was = f" (was: {was})"
-    typer.echo(f"{'would be' if dry_run else 'now'}: {name}: {text}{was}")
+    say(f"{'would be' if dry_run else 'now'}: {name}: {text}{was}")
     if changed.HasField("dropped"):
-        typer.echo(f"{changed.dropped.blocks} blocks {'would go' if dry_run else 'are gone'}")
+        say(f"{changed.dropped.blocks} blocks {'would go' if dry_run else 'are gone'}")
     print_warnings(changed.warnings)

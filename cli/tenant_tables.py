@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import typer
-
-from kvstrata.cli.output import print_table
+from kvstrata.cli.output import print_table, say
 from kvstrata.cli.salts import shown
 from kvstrata.cli.sizes import format_size
 from kvstrata.cli.tenant_policy import Policy
@@ -32,18 +30,18 @@ def print_tenants(listed: control.TenantList) -> None:
     print_table("tenants", columns, table)
     print_warnings(_unmet(listed.tenants))
     if listed.left_out:
-        typer.echo(f"{listed.left_out} more are not shown: name them with `tenant get`")
-    typer.echo(f"default: {default_text(listed)}")
-    typer.echo(f"cluster: dram {format_size(listed.dram_bytes)}, ssd {format_size(listed.ssd_bytes)}")
+        say(f"{listed.left_out} more are not shown: name them with `tenant get`")
+    say(f"default: {default_text(listed)}")
+    say(f"cluster: dram {format_size(listed.dram_bytes)}, ssd {format_size(listed.ssd_bytes)}")
 
 
 def print_tenant(row: control.TenantRow, listed: control.TenantList) -> None:
     """One tenant: policy, use by node and tier, predictions."""
     policy = Policy.of(row.policy).text() if row.defined else f"none of its own; the default: {default_text(listed)}"
-    typer.echo(f"tenant {shown(row.policy.salt)}")
-    typer.echo(f"policy: {policy}")
-    typer.echo(f"uses: dram {format_size(row.dram_bytes)}, ssd {format_size(row.ssd_bytes)}, {row.blocks} blocks")
-    typer.echo(f"lookups: {row.blocks_asked} blocks asked, {row.blocks_hit} hit ({hit_rate(row)})")
+    say(f"tenant {shown(row.policy.salt)}")
+    say(f"policy: {policy}")
+    say(f"uses: dram {format_size(row.dram_bytes)}, ssd {format_size(row.ssd_bytes)}, {row.blocks} blocks")
+    say(f"lookups: {row.blocks_asked} blocks asked, {row.blocks_hit} hit ({hit_rate(row)})")
     print_warnings(_unmet([row]))
     if row.nodes:
         columns = ("node", "dram", "of", "floor", "ssd", "of", "floor", "confirmed")
@@ -54,13 +52,13 @@ def print_tenant(row: control.TenantRow, listed: control.TenantList) -> None:
 
 def print_what_if(row: control.TenantRow) -> None:
     table = [(f"{it.factor:g}x", format_size(it.bytes), f"{it.hit_rate:.1%}") for it in row.what_if]
-    typer.echo(f"with another quota, by {row.sampled} sampled uses:")
+    say(f"with another quota, by {row.sampled} sampled uses:")
     print_table("", ("quota", "bytes", "hit rate"), table)
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
 
 
 def _unmet(rows: Iterable[control.TenantRow]) -> Iterator[str]:

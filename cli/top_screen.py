@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvstrata.cli.output import plain
 from kvstrata.cli.sizes import format_size
 
 Document = dict[str, Any]
@@ -50,8 +50,8 @@ def frame(document: Document, height: int | None = None, problem: str = "", stal
 
 
 def safe(text: object, most: int = NAME_CHARACTERS) -> str:
-    """What came from outside, for a terminal: no control characters, none that reorder, and not too long."""
-    shown = "".join(c if unicodedata.category(c)[0] != "C" else "�" for c in str(text))
+    """What came from outside, for a terminal, and not too long."""
+    shown = plain(text)
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 

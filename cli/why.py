@@ -10,7 +10,7 @@ from kvstrata.cli.as_json import as_dict
 from kvstrata.cli.groups import GroupOption, find_optional
 from kvstrata.cli.hashes import looks_whole
 from kvstrata.cli.masters import DEFAULT_MASTER, Json, Master, ask
-from kvstrata.cli.output import expected_errors, print_json, print_table
+from kvstrata.cli.output import expected_errors, print_json, print_table, say
 from kvstrata.cli.salts import Tenant, shown
 from kvstrata.proto.errors import InvalidArgument
 
@@ -57,17 +57,15 @@ def _request(admin: AdminClient, name: str) -> control.Explanation | None:
 
 
 def _say(found: control.Explanation) -> None:
-    typer.echo(f"{found.verdict}: {found.text}")
+    say(f"{found.verdict}: {found.text}")
     if found.asked:
-        typer.echo(f"asked {found.asked} blocks, {found.hit} hit")
+        say(f"asked {found.asked} blocks, {found.hit} hit")
     if found.hash:
-        typer.echo(
-            f"block {found.hash.hex()} of tenant {shown(found.salt)}" + (f" in {found.group}" if found.group else "")
-        )
+        say(f"block {found.hash.hex()} of tenant {shown(found.salt)}" + (f" in {found.group}" if found.group else ""))
     if found.where:
-        typer.echo(f"is on: {', '.join(found.where)}")
+        say(f"is on: {', '.join(found.where)}")
     if found.elsewhere:
-        typer.echo(f"the same hash elsewhere: {'; '.join(found.elsewhere)}")
+        say(f"the same hash elsewhere: {'; '.join(found.elsewhere)}")
     if found.story:
         table = [(_age(line.age_seconds), line.what, line.node_id or "-") for line in found.story]
         print_table("what happened", ("ago", "what", "node"), table)
