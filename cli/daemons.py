@@ -11,6 +11,8 @@ from kvstrata.cli.output import expected_errors
 from kvstrata.cli.process import LogFormat, LogLevel, configure_logs, ready_printer
 from kvstrata.cli.security_options import (
     ClientCerts,
+    ClientConnections,
+    ClientRequests,
     PlainTokens,
     TicketKeys,
     TlsCa,
@@ -29,6 +31,7 @@ from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 from kvstrata.transfer.security.checks import checked
 from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.security.rates import USUAL, bounds_of
 from kvstrata.transfer.traces import TraceOptions
 
 DRAM_BYTES_MIN = 8 << 20
@@ -93,6 +96,8 @@ def master(
     tls_ca: TlsCa = None,
     client_certs: ClientCerts = False,
     plain_tokens: PlainTokens = False,
+    client_requests: ClientRequests = int(USUAL.requests_s),
+    client_connections: ClientConnections = USUAL.connections,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -129,6 +134,7 @@ def master(
                 engines=tuple(parse_engine(each) for each in engine_events or ()),
             ),
             security=checked(files, (grpc, http)),
+            bounds=bounds_of(client_requests, client_connections),
             traces=TraceOptions(traces, traces_ratio),
         )
         raise typer.Exit(run(settings, ready_printer(log_format)))
@@ -203,6 +209,8 @@ def storage(
     tls_ca: TlsCa = None,
     client_certs: ClientCerts = False,
     plain_tokens: PlainTokens = False,
+    client_requests: ClientRequests = int(USUAL.requests_s),
+    client_connections: ClientConnections = USUAL.connections,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -242,6 +250,7 @@ def storage(
             copy_bandwidth=copy_bandwidth,
             drain_on_stop_s=drain_on_stop,
             security=checked(files, (http,), masters=masters),
+            bounds=bounds_of(client_requests, client_connections),
             rails=RailOptions(rdma, rdma_backend, tuple(rdma_devices.split(",")) if rdma_devices else ()),
             traces=TraceOptions(traces, traces_ratio),
         )

@@ -40,3 +40,14 @@ PlainTokens = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+ClientRequests = Annotated[
+    int,
+    typer.Option(
+        help="Requests a second of one client (a token, or a session if tickets are off) on the channel; 0: no bound.",
+        min=0,
+        rich_help_panel=_PANEL,
+    ),
+]
+ClientConnections = Annotated[
+    int, typer.Option(help="Connections of one client to the channel; 0: no bound.", min=0, rich_help_panel=_PANEL)
+]

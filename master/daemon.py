@@ -34,6 +34,7 @@ from kvstrata.transfer.security.admission import REFUSALS, Admission
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.security.rates import USUAL, Bounds
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions, open_traces
 
@@ -61,6 +62,7 @@ class MasterConfig:
     advertise: str | None = None  #: the host by which clients and other masters reach this one
     hot_copies: bool = False
     security: SecurityFiles = field(default_factory=SecurityFiles)
+    bounds: Bounds = USUAL  #: of each client
     traces: TraceOptions = BY_ENVIRONMENT
     index: IndexConfig = field(default_factory=IndexConfig)
 
@@ -91,7 +93,7 @@ class Master:
         self._stops.append(lambda: self.loops.stop(STOP_S))
         channel = MasterChannel(self.hub, self.endpoints)
         self.key_file = KeyFile(config.security.ticket_keys) if config.security.ticket_keys is not None else None
-        self.admission = Admission(self.key_file)
+        self.admission = Admission(self.key_file, config.bounds)
         self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops, self.admission)
         self.server.refused_versions = self.hub.refused_versions
         self.views = Views(self.hub, self.server.sessions, self.loops)

@@ -15,6 +15,7 @@ from kvstrata.transfer.identity import parse_address
 from kvstrata.transfer.rdma.found import BACKENDS
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions
 from kvstrata.transfer.security.files import SecurityFiles
+from kvstrata.transfer.security.rates import USUAL, Bounds
 from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class StorageConfig:
     there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted. ``copy_bandwidth``:
     bytes a second that copies from and to other nodes may take in all; 0: no bound. ``drain_on_stop_s``: how long
     SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers. ``security``: the files of
-    tokens, keys and certificates.
+    tokens, keys and certificates; ``bounds``: of each client.
     """
 
     masters: tuple[str, ...]
@@ -65,6 +66,7 @@ class StorageConfig:
     drain_on_stop_s: float = 0.0
     rails: RailOptions = _RAILS
     security: SecurityFiles = _OPEN
+    bounds: Bounds = USUAL
     traces: TraceOptions = BY_ENVIRONMENT
 
     def validated(self) -> StorageConfig:

@@ -99,7 +99,7 @@ class StorageNode:
         self.lock = threading.Lock()
         self.loops = Loops()
         self.tickets = node_tickets(self.key_file, self.identity.node_id) if self.key_file is not None else None
-        self.admission = Admission(self.key_file)
+        self.admission = Admission(self.key_file, self.config.bounds)
         self.channel = ""
         self._private: Path | None = None
         self._ends: list[Callable[[], None]] = [self.directory.close]

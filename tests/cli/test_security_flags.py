@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from kvstrata.cli import daemons
 from kvstrata.cli.app import app
 from kvstrata.cli.settings import PREFIX
+from kvstrata.transfer.security.rates import USUAL, Bounds, bounds_of
 from kvstrata.transfer.security.tokens import digest, new_token
 
 ANY = "127.0.0.1:0"
@@ -71,3 +73,23 @@ def test_secrets_that_others_can_read_are_refused_and_not_shown(files: dict[str,
     files["tokens"].write_text("- {name: a, sha256: short, role: read}")
     code, said = run("master", "--listen", ANY, "--grpc", ANY, "--http", ANY, *both)
     assert code == 2 and "row 1 of" in said and "short" not in said.replace(str(files["tokens"]), "")
+
+
+@pytest.mark.parametrize("daemon", ["master", "storage"])
+def test_bounds_of_a_client_are_set_by_flag_and_file(
+    daemon: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Bounds] = []
+    module = importlib.import_module(f"kvstrata.{daemon}.daemon")
+    monkeypatch.setattr(module, "run", lambda config, _: started.append(config.bounds) or 0)
+    (tmp_path / "config.yaml").write_text("client-requests: 7\nclient-connections: 3\n")
+    for arguments in (
+        (),
+        ("--client-requests", "0", "--client-connections", "9"),
+        ("--config", str(tmp_path / "config.yaml")),
+    ):
+        code, said = run(daemon, *arguments)
+        assert code == 0, said
+    assert started == [USUAL, bounds_of(0, 9), Bounds(connections=3, requests_s=7.0, burst=7)]
+    code, said = run(daemon, "--client-connections", "-1")
+    assert code == 2 and "client-connections" in said

@@ -7,6 +7,9 @@ from typing import Final
 
 from kvstrata.proto.errors import Busy, ConfigError
 
+#: More connections, and requests a second, than a process can have.
+NO_BOUND: Final = 1 << 31
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -28,6 +31,14 @@ class Bounds:
 
 
 USUAL: Final = Bounds()
+
+
+def bounds_of(requests_s: int, connections: int) -> Bounds:
+    """As an operator gives them, 0 for no bound. A second's worth may come at once. Raises :class:`ConfigError`."""
+    if requests_s < 0 or connections < 0:
+        raise ConfigError("--client-requests and --client-connections are 0 or more: 0 is no bound")
+    requests_s = requests_s or NO_BOUND
+    return Bounds(connections or NO_BOUND, float(requests_s), requests_s)
 
 
 class Account:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.proto.errors import Busy, ConfigError
-from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
+from kvstrata.transfer.security.rates import NO_BOUND, USUAL, Account, AccountBook, Bounds, bounds_of
 
 GAPS = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=200)
 
@@ -62,3 +62,14 @@ def test_connections_of_one_client_share_its_account() -> None:
 def test_bounds_that_let_nobody_in_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Bounds(**wrong)  # type: ignore[arg-type]
+
+
+def test_bounds_of_an_operator() -> None:
+    assert bounds_of(20_000, 1024) == USUAL
+    assert bounds_of(5, 2) == Bounds(connections=2, requests_s=5.0, burst=5)
+    free = bounds_of(0, 0)
+    account = Account(free, 0.0)
+    assert free.connections == NO_BOUND and all(account.take(0.0) for _ in range(3 * USUAL.burst))
+    for wrong in ((-1, 1), (1, -1)):
+        with pytest.raises(ConfigError, match="0 is no bound"):
+            bounds_of(*wrong)
