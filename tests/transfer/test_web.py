@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +138,41 @@ def test_connections_that_send_nothing_do_not_take_the_place_of_others(
             sock.close()
 
 
-def test_too_many_that_begin_at_once_are_closed(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_connections_between_two_requests_do_not_take_the_place_of_others(serve: Any) -> None:
+    server = serve(requests_max=8)
+    used = []
+    try:
+        for _ in range(16):
+            used.append(connected(server))
+            used[-1].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert used[-1].recv(4096).startswith(b"HTTP/1.1 200")
+        assert all(answered(server) for _ in range(10))
+    finally:
+        for sock in used:
+            sock.close()
+
+
+def test_who_begins_a_handshake_too_many_takes_the_place_of_the_oldest(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(web_protocol, "HANDSHAKES_MAX", 4)
-    monkeypatch.setattr(web_protocol, "HANDSHAKE_S", 2.0)
-    pair = Authority(tmp_path).pair("server")
+    monkeypatch.setattr(web_protocol, "HANDSHAKE_S", 60.0)
+    authority = Authority(tmp_path)
+    pair = authority.pair("server")
     server = serve(tls=ServerTls(pair.cert, pair.key))
     idle = [connected(server) for _ in range(12)]
-    late = idle[-1]
-    late.settimeout(1.0)
-    assert late.recv(1) == b"", "closed at once, not by its time"
-    for sock in idle:
-        sock.close()
+    try:
+        first = idle[0]
+        first.settimeout(DEADLINE_S)
+        with suppress(ConnectionResetError):
+            assert first.recv(1) == b""
+        context = ssl.create_default_context(cafile=authority.ca)
+        with context.wrap_socket(connected(server), server_hostname="localhost") as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+    finally:
+        for sock in idle:
+            sock.close()
 
 
 def test_slow_requests_within_the_bounds_and_many_on_one_connection_are_served(

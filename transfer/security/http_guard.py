@@ -7,7 +7,7 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.proto.errors import Forbidden, Unauthenticated
 from kvstrata.transfer.security.access import Access, Gate
@@ -28,7 +28,10 @@ def rights_in(request: Request) -> Rights:
 
 
 class HttpGuard:
-    """``rules`` are all that can be asked: what is not in them is not there, whatever ``app`` may serve."""
+    """``rules`` are all that can be asked: what is not in them is not there, whatever ``app`` may serve.
+
+    Who has shown nothing, or is refused, keeps no connection.
+    """
 
     def __init__(self, app: ASGIApp, gate: Gate, rules: HttpRules) -> None:
         self._app = app
@@ -42,6 +45,8 @@ class HttpGuard:
         request = Request(scope)
         path = scope["path"]
         part = path if path.startswith("//") else path.removeprefix("/").partition("/")[0]
+        answer = send
+        send = _closing(send)
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         access = self._rules.get((method, part))
         try:
@@ -53,6 +58,8 @@ class HttpGuard:
         except Forbidden as error:
             await JSONResponse({"error": str(error)}, 403)(scope, receive, send)
             return
+        if scope[_KEY] is not NOBODY:
+            send = answer
         if access is not None:
             await self._app(scope, receive, send)
         elif part in self._parts:
@@ -70,3 +77,14 @@ class HttpGuard:
         if access.open and shown is None and not self._gate.knows(names):
             return NOBODY
         return self._gate.admit(access, shown, names, request)
+
+
+def _closing(send: Send) -> Send:
+    """As ``send``, and the connection ends with the answer."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return closing

@@ -81,6 +81,15 @@ def test_who_asks_is_known_by_token_or_certificate(gate: Gate, token: str) -> No
     assert ask(app, "GET", "/", new_token()).status_code == 401
 
 
+def test_who_has_shown_nothing_that_is_good_keeps_no_connection(gate: Gate, token: str) -> None:
+    app = guarded(gate)
+    for path, shown in (("/", ""), ("/who", ""), ("/who", new_token()), ("/secret", "")):
+        assert ask(app, "GET", path, shown).headers["connection"] == "close"
+    assert ask(app, "DELETE", "/ticket").headers["connection"] == "close"
+    assert "connection" not in ask(app, "GET", "/who", token).headers
+    assert "connection" not in ask(app, "GET", "/", names=("somebody",)).headers
+
+
 def test_a_route_that_the_application_has_and_the_rules_do_not_is_not_there(gate: Gate, token: str) -> None:
     app = guarded(gate)
     assert ask(app, "GET", "/secret", token).status_code == 404
