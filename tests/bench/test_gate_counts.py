@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from directory import filled
 from per_call import Handlers, chain, commit, counted
 
 from kvstrata.client import Client
@@ -60,6 +61,10 @@ CLIENT_FRAMES: Final = {
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
 NODE_CALLS: Final = {"reserve": (259, 1.0), "commit": (145, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
+#: Function calls of a lookup in a master's directory, however many hashes it has.
+LOOKUP_CALLS: Final = {"hits": 142, "misses": 231, "cut": 231}
+HELD: Final = 1 << 16
+BYTES_A_BLOCK: Final = 200
 #: Objects that Python keeps for a block that a node holds, what it has not told its master yet included.
 OBJECTS_A_BLOCK: Final = 6.6
 
@@ -182,6 +187,27 @@ def node_calls(node: Handlers, count: int, chains: list[bytes]) -> dict[str, int
     leases = [array("Q", [pb.AcquireOk.FromString(answer).lease]).tobytes() for answer in leased]
     run("release", Kind.RELEASE, [pb.Release(leases=packed).SerializeToString() for packed in leases])
     return took
+
+
+@pytest.mark.parametrize("which", LOOKUP_CALLS)
+def test_function_calls_of_a_directory(which: str) -> None:
+    directory, keys, *_ = filled(HELD, nodes=4, seed=0)
+    absent = np.random.default_rng(1).integers(0, 2**64, size=(HELD, 2), dtype=np.uint64)
+    asked = (
+        np.concatenate([keys[:500], absent[:500], keys[500:]])
+        if which == "cut"
+        else keys
+        if which == "hits"
+        else absent
+    )
+    took = {
+        count: least_function_calls(lambda count=count: directory.lookup(0, 0, 1, "tenant", asked[:count]))
+        for count in (1_000, 10_000)
+    }
+    bounded(f"a lookup of 1,000 hashes, {which}", took[1_000], LOOKUP_CALLS[which], "function calls")
+    each = slope(took[1_000], took[10_000], 1_000, 10_000)
+    bounded(f"each more hash of a lookup, {which}", each, 0.01, "function calls")
+    assert directory.nbytes / HELD <= BYTES_A_BLOCK, f"{directory.nbytes / HELD} bytes a block in the directory"
 
 
 def test_objects_that_a_node_keeps_for_a_block() -> None:
