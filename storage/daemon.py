@@ -43,7 +43,7 @@ def run(config: StorageConfig, on_ready: Callable[[dict[str, Any]], None]) -> in
             spare_the_old()
             on_ready(ready)
             asked.wait()
-            log.info("stopping", signal=signal.Signals(received[0]).name)
+            log.info("node stops", signal=signal.Signals(received[0]).name)
             if config.drain_on_stop_s and config.masters:
                 node.drain(config.drain_on_stop_s, lambda: len(received) > 1)
         finally:

@@ -52,7 +52,7 @@ class Attachment:
         except InvalidArgument:
             raise
         except KVError as error:
-            log.warning("pool absent: serving without it", reason=f"{type(error).__name__}: {error}", rank=rank)
+            log.warning("pool absent: no connection at the start", reason=f"{type(error).__name__}: {error}", rank=rank)
             self.memory = engine_memory.bytes if engine_memory else np.zeros(layout.memory_bytes, np.uint8)
         else:
             try:

@@ -238,7 +238,7 @@ class Pool:
             probe = self._readiness.call_ended(verdict, reason, self._clock())
             now = self._readiness.state
         if now is not before:
-            log.warning("pool absent: serving without it", reason=reason, rank=self._rank)
+            log.warning("pool absent: calls late or refused", reason=reason, rank=self._rank)
         if probe:
             self._loop.wake()
 
@@ -264,7 +264,7 @@ class Pool:
         if not problem and before is PoolState.ABSENT:
             log.info("pool ready", rank=self._rank)
         elif problem and problem != reason:
-            log.warning("pool absent: serving without it", reason=problem, rank=self._rank)
+            log.warning("pool absent: probe failed", reason=problem, rank=self._rank)
 
     def _probe(self) -> str:
         """Why the pool cannot be used now, or an empty string; raises :class:`KVError` likewise."""

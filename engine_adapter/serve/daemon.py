@@ -147,7 +147,7 @@ def _serve(
     front.app = serve_app(service, AppOptions(config.api_key, config.allow_reset))
     web.start()
     on_ready(_facts(config, model, web) | loop.kv_events)
-    log.info("stopping", signal=stop.wait(), in_progress=service.num_active)
+    log.info("engine stops", signal=stop.wait(), in_progress=service.num_active)
     # Still listening, so that a load balancer reads /readyz and clients a 503 with its reason.
     service.drain()
     if not service.wait_idle(config.grace_s):

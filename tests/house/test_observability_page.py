@@ -25,6 +25,17 @@ def test_events_of_the_page_are_logged_somewhere() -> None:
         assert any(f'"{event}"' in text for text in texts), event
 
 
+def test_an_event_is_logged_from_one_module_so_that_its_name_tells() -> None:
+    logged = re.compile(r'\blog\.(?:info|warning|error|exception)\(\s*"([^"]+)"')
+    places: dict[str, set[str]] = {}
+    for folder in CODE:
+        for path in (ROOT / folder).rglob("*.py"):
+            for event in logged.findall(path.read_text()):
+                places.setdefault(event, set()).add(str(path.relative_to(ROOT)))
+    assert len(places) > 50
+    assert {event: where for event, where in places.items() if len(where) > 1} == {}
+
+
 def test_spans_of_the_page_are_the_ones_in_the_code() -> None:
     told = set(re.findall(r"\bkvstrata\.[a-z.]+[a-z]\b", PAGE.read_text().split("## Traces")[1].split("## Logs")[0]))
     named = re.compile(r'(?:span\(|Operation\("[a-z]+", )"(kvstrata\.[a-z.]+)"')

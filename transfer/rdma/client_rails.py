@@ -108,7 +108,7 @@ class ClientRails:
             engine = self._opener(self._name, rails, self.options)
         except KVError as error:
             self._problem = f"no agent: {error}"
-            log.warning("rails not opened", reason=self._problem)
+            log.warning("no rails agent", reason=self._problem)
             raise Unavailable(self._problem) from error
         return Agent(engine, LocalMemory(engine))
 

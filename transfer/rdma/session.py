@@ -113,7 +113,7 @@ class RailSession:
         except KVError as error:
             problem = str(error)
         except Exception:
-            log.exception("rails not opened", node=self._link.endpoint.node_id)
+            log.exception("rails to a node not opened", node=self._link.endpoint.node_id)
         with self._change:
             if opened is not None and self.state is RailState.OPENING:
                 self._opened, self.state, self.problem = opened, RailState.UP, ""
