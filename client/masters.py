@@ -69,7 +69,7 @@ class _Process:
     """
 
     def __init__(self, address: str, identity: Identity, heard: Callable[[pb.HelloOk], None]) -> None:
-        self.channel = Channel([address], identity, accept=self._accept, self_probing=False)
+        self.channel = Channel([address], identity, accept=self._accept, greeted=self._greeted, self_probing=False)
         self.gone = False
         self._heard = heard
         self._who: tuple[str, int] | None = None
@@ -95,14 +95,19 @@ class _Process:
             raise InvalidArgument(
                 f"{self.channel.addresses[0]} is a {hello.role or 'stranger'}, not a master: give a master's channel"
             )
-        who = (hello.cluster_id, hello.incarnation)
         with self._lock:
-            if self._who is None:
-                self._who = who
-            elif self._who != who:
-                self.gone = True
-                raise Restarted(f"the master at {self.channel.addresses[0]} was restarted")
+            self._check_same(hello)
+
+    def _greeted(self, hello: pb.HelloOk) -> None:
+        with self._lock:
+            self._check_same(hello)
+            self._who = (hello.cluster_id, hello.incarnation)
         self._heard(hello)
+
+    def _check_same(self, hello: pb.HelloOk) -> None:
+        if self._who is not None and self._who != (hello.cluster_id, hello.incarnation):
+            self.gone = True
+            raise Restarted(f"the master at {self.channel.addresses[0]} was restarted")
 
 
 class Master:

@@ -28,7 +28,8 @@ class Channel:
 
     ``addresses`` are tried in order (a unix socket before the same node's TCP port). A call made on an
     idle connection that turns out closed is repeated once on a fresh one: the request never reached a
-    living peer. ``accept`` may refuse a peer by its hello (another incarnation). With
+    living peer. ``accept`` may refuse a peer by its hello (another incarnation): before anything is proved to it, so it
+    keeps nothing of what it is told; ``greeted`` may, once the peer has proved what it is, and may refuse it too. With
     ``self_probing`` a caller makes the probe that closes an open breaker; without it the owner must
     call :meth:`probe` now and then, and no caller ever waits for a dead peer.
 
@@ -42,6 +43,7 @@ class Channel:
         identity: Identity,
         *,
         accept: Callable[[pb.HelloOk], None] = lambda _: None,
+        greeted: Callable[[pb.HelloOk], None] = lambda _: None,
         silence_s: float = SILENCE_S,
         connections_max: int = CONNECTIONS_MAX,
         self_probing: bool = True,
@@ -54,6 +56,7 @@ class Channel:
         self.hello: pb.HelloOk | None = None
         self.address = self.addresses[0]
         self._accept = accept
+        self._greeted = greeted
         self._self_probing = self_probing
         self._strangers_are_lost = strangers_are_lost
         self._refusal: Unauthenticated | None = None  #: why the breaker is open, where it is that
@@ -161,7 +164,7 @@ class Channel:
         self.failed(str(error))
         if self._strangers_are_lost:
             return Unavailable(f"{self.address}: {error}")
-        self._refusal = error
+        self._refusal = Unauthenticated(str(error))  # anew: a traceback would hold what the call carried
         return error
 
     def probe(self) -> bool:
@@ -172,7 +175,8 @@ class Channel:
             connection = self._open()
         except Exception as error:  # noqa: BLE001  any refusal keeps the breaker open, with its reason
             self.breaker.failed(time.monotonic(), str(error))
-            self._refusal = error if isinstance(error, Unauthenticated) and not self._strangers_are_lost else None
+            refused = isinstance(error, Unauthenticated) and not self._strangers_are_lost
+            self._refusal = Unauthenticated(str(error)) if refused else None
             return False
         self.breaker.succeeded()
         connection.close()
@@ -230,14 +234,14 @@ class Channel:
         problem: Unavailable | None = None
         for address in self.addresses:
             try:
-                connection = Connection.open(address, self.identity, silence_s=self.silence_s)
+                connection = Connection.open(address, self.identity, silence_s=self.silence_s, accept=self._accept)
             except Silent:
                 raise
             except Unavailable as error:
                 problem = error
                 continue
             try:
-                self._accept(connection.hello)
+                self._greeted(connection.hello)
             except BaseException:
                 connection.close()
                 raise

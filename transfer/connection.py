@@ -21,7 +21,7 @@ from kvstrata.proto import wire
 from kvstrata.proto.errors import KVError, ProtocolError, TicketExpired, Unauthenticated, Unavailable, from_code
 from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
 from kvstrata.transfer.identity import Identity, parse_address
-from kvstrata.transfer.security.tickets import TicketSource, check_answer, prove
+from kvstrata.transfer.security.tickets import TicketSource, check_answer, greeting_of, prove
 
 #: A stopped or cut-off peer is to be a miss within 250 ms: what is not this wait is for threads to wake and to report.
 SILENCE_S: Final = 0.22
@@ -53,7 +53,7 @@ class Connection:
         self.spins = (os.cpu_count() or 1) > 1 and not stream.passes_fds  # spinning reads take no descriptors
         self.tickets: TicketSource | None = None  #: what is proved here; None where nothing is asked for
         self.ticket: pb.Ticket | None = None  #: the one that was proved last
-        self.nonce = b""
+        self.greeting = b""  #: both hellos: what is proved is about them
         self._request = 0
         _open_connections.add(self)
 
@@ -67,10 +67,13 @@ class Connection:
         connect_s: float = CONNECT_S,
         passes_fds: bool = False,
         hello_only: bool = False,
+        accept: Callable[[pb.HelloOk], None] = lambda _: None,
     ) -> Connection:
         """Connect, say hello, and prove the identity's ticket, within ``connect_s`` + 2 ``silence_s``.
 
         ``hello_only``: the caller wants the answer to the hello and perhaps a ping; nothing is proved.
+        ``accept`` raises when the hello is not that of the peer that is meant: then nothing is proved to it either.
+        What it is given is what the peer says, and is only known to be so once this returns.
 
         Raises :class:`Unavailable`, the peer's refusal (:class:`VersionMismatch`, ...), or :class:`Unauthenticated`:
         the peer asks for a ticket and there is none, it does not take this one, or it has not got the ticket keys
@@ -92,9 +95,11 @@ class Connection:
             raise Disconnected(f"cannot connect to {address}: {error.strerror or error}") from error
         connection = cls(stream, silence_s)
         try:
-            hello = identity.hello()
-            reply = connection.call(wire.Kind.HELLO, hello.SerializeToString())
-            connection.hello, connection.nonce = expect(pb.HelloOk, reply, wire.Kind.HELLO_OK), hello.nonce
+            hello = identity.hello().SerializeToString()
+            reply = connection.call(wire.Kind.HELLO, hello)
+            connection.hello = expect(pb.HelloOk, reply, wire.Kind.HELLO_OK)
+            connection.greeting = greeting_of(hello, reply.message)
+            accept(connection.hello)
             if not hello_only:
                 connection._authenticate(address, tickets, ticket)
         except BaseException:
@@ -124,10 +129,10 @@ class Connection:
         Raises :class:`Unauthenticated` or :class:`TicketExpired` when it is not taken, and as :meth:`call`.
         """
         assert self.tickets is not None
-        proof = prove(ticket, self.hello.challenge, self.nonce)
+        proof = prove(ticket, self.greeting)
         try:
             frame = self.call(wire.Kind.PROVE, proof.SerializeToString(), deadline)
-            check_answer(ticket, self.hello.challenge, self.nonce, expect(pb.ProveOk, frame, wire.Kind.PROVE_OK))
+            check_answer(ticket, self.greeting, expect(pb.ProveOk, frame, wire.Kind.PROVE_OK))
         except (Unauthenticated, TicketExpired) as error:
             self.broken |= isinstance(error, Unauthenticated)
             self.tickets.refused(ticket)
@@ -151,7 +156,7 @@ class Connection:
     def take_over(self, fresh: Connection) -> None:
         """Go on with another connection's stream, in place of one that has ended; its holder keeps this object."""
         self.stream, self.hello, self.broken = fresh.stream, fresh.hello, False
-        self.tickets, self.ticket, self.nonce = fresh.tickets, fresh.ticket, fresh.nonce
+        self.tickets, self.ticket, self.greeting = fresh.tickets, fresh.ticket, fresh.greeting
         self._request = fresh._request
 
     def call(

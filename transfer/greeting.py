@@ -22,7 +22,7 @@ from kvstrata.proto.errors import ProtocolError, Refused, Unauthenticated, Versi
 from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.security.admission import Admission
 from kvstrata.transfer.security.rights import ANY_PEER, EVERYTHING, Rights
-from kvstrata.transfer.security.tickets import CLAIMS_BYTES_MAX
+from kvstrata.transfer.security.tickets import CLAIMS_BYTES_MAX, NONCE_BYTES, greeting_of
 from kvstrata.transfer.sessions import STALL_S, ServerConnection, Session, SessionBook
 
 #: A hello, and the proof of a ticket after it, are there within this.
@@ -64,7 +64,7 @@ class Greeter:
             frame = connection.stream.receive()
             hello = self._read(frame)
             if self._admission.asks:
-                self._ask(connection, hello, frame.request)
+                self._ask(connection, hello, frame)
             else:
                 self._enter(connection, hello, ANY_PEER if hello.role == "node" else EVERYTHING)
                 self._answer(connection, hello, frame.request, self._hello(connection.owner))
@@ -83,7 +83,7 @@ class Greeter:
         """A fresh ticket on a connection that has proved one; the answer's message. Raises as :func:`verify`."""
         if not connection.challenge:
             raise Refused("tickets are off here: there is nothing to prove")
-        rights, answer, signature = self._admission.prove(message, connection.challenge, connection.nonce)
+        rights, answer, signature = self._admission.prove(message, connection.greeting)
         if rights.subject != connection.owner.subject:
             raise Unauthenticated("the ticket is not good here")
         connection.rights, connection.signature = rights, signature
@@ -110,10 +110,13 @@ class Greeter:
             raise ProtocolError(f"a hello with a name of more than {NAME_CHARACTERS_MAX} characters")
         return hello
 
-    def _answer(self, connection: ServerConnection, hello: pb.Hello, request: int, answer: pb.HelloOk) -> None:
+    def _answer(self, connection: ServerConnection, hello: pb.Hello, request: int, answer: pb.HelloOk) -> bytes:
+        """The message, as it was sent."""
         answer.protocol = min(hello.protocol, wire.PROTOCOL)
         answer.challenge = connection.challenge
-        connection.stream.send(wire.Kind.HELLO_OK, request, answer.SerializeToString())
+        message = answer.SerializeToString()
+        connection.stream.send(wire.Kind.HELLO_OK, request, message)
+        return message
 
     def _enter(self, connection: ServerConnection, hello: pb.Hello, rights: Rights) -> None:
         """From here on it counts as a client."""
@@ -134,19 +137,20 @@ class Greeter:
             with contextlib.suppress(OSError):
                 oldest.stream.sock.shutdown(socket.SHUT_RDWR)  # its thread finds it gone
 
-    def _ask(self, connection: ServerConnection, hello: pb.Hello, request: int) -> None:
+    def _ask(self, connection: ServerConnection, hello: pb.Hello, asked: Frame) -> None:
         stream = connection.stream
-        connection.challenge, connection.nonce = self._admission.challenge(), hello.nonce
+        connection.challenge = self._admission.challenge()
         newcomer = Session(hello.session, hello, connections={connection})
-        self._answer(connection, hello, request, self._hello(newcomer))
+        answered = self._answer(connection, hello, asked.request, self._hello(newcomer))
+        connection.greeting = greeting_of(asked.message, answered)
         stream.message_bytes_max = PROOF_BYTES_MAX
         while (frame := stream.receive()).kind == wire.Kind.PING:
             stream.send(wire.Kind.PONG, frame.request)
         if frame.kind != wire.Kind.PROVE:
             raise Unauthenticated("a ticket has to be proved first: give a token (token=..., or --token-file)")
-        rights, answer, connection.signature = self._admission.prove(
-            frame.message, connection.challenge, connection.nonce
-        )
+        if len(hello.nonce) != NONCE_BYTES:
+            raise Unauthenticated("the ticket is not good here")
+        rights, answer, connection.signature = self._admission.prove(frame.message, connection.greeting)
         self._enter(connection, hello, rights)
         stream.close_fds()
         stream.send(wire.Kind.PROVE_OK, frame.request, answer.SerializeToString())

@@ -66,8 +66,8 @@ class ServerConnection:
         self.rights: Rights = EVERYTHING
         self.client: str | bytes = b""  #: whom it is of: a ticket's subject, or a session
         self.account: Account | None = None  #: what that one has here, once it has been let in
-        self.challenge = b""  #: what its tickets are proved against; empty where they are off
-        self.nonce = b""
+        self.challenge = b""  #: that its hello was answered with; empty where they are off
+        self.greeting = b""  #: the hellos that they are about
         self.signature = ("", b"")  #: of the ticket: the key that it was made with
 
     @property

@@ -114,15 +114,16 @@ class SlabMap:
         connection = self._connection
         if connection is None or connection.broken:
             try:
-                connection = Connection.open(self._address, self._identity, passes_fds=True)
+                connection = Connection.open(self._address, self._identity, passes_fds=True, accept=self._same)
             except Unauthenticated as error:  # one node of many: it is lost, and others are not
                 raise Disconnected(str(error)) from error
-            if connection.hello.incarnation != self._incarnation:
-                connection.close()
-                raise Disconnected(f"node {connection.hello.node_id} was restarted")
             self._connection = connection
         connection.refresh(time.monotonic() + MAP_S)
         return connection
+
+    def _same(self, hello: pb.HelloOk) -> None:
+        if hello.incarnation != self._incarnation:
+            raise Disconnected(f"node {hello.node_id} was restarted")
 
     def close(self) -> None:
         """Forget the maps; they go when the last array over them does."""

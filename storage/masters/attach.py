@@ -15,6 +15,7 @@ from typing import Any, Final
 import grpc
 
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.channel_pb2 import HelloOk
 from kvstrata.proto.control_pb2_grpc import MasterStub
 from kvstrata.proto.errors import KVError, ProtocolError, Unavailable
 from kvstrata.proto.logs import get_logger
@@ -192,14 +193,16 @@ class MasterLink:
 
     def _find(self) -> tuple[str, str]:
         """(the master's gRPC endpoint, the address of ours that reaches it)."""
-        connection = Connection.open(self.master, self._identity, silence_s=HELLO_SILENCE_S)
+        connection = Connection.open(self.master, self._identity, silence_s=HELLO_SILENCE_S, accept=self._a_master)
         try:
             hello = connection.hello
-            if hello.role != "master":
-                raise ProtocolError(f"{self.master} is a {hello.role}, not a master: give the master's channel address")
             return hello.grpc, str(connection.stream.sock.getsockname()[0])
         finally:
             connection.close()
+
+    def _a_master(self, hello: HelloOk) -> None:
+        if hello.role != "master":
+            raise ProtocolError(f"{self.master} is a {hello.role}, not a master: give the master's channel address")
 
     def _give_up(self, outbox: Outbox) -> None:
         call = self._call

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import KVError
+from kvstrata.proto.errors import KVError, ProtocolError
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
@@ -86,7 +86,7 @@ class Beater:
     def _beat(self, dying: bool) -> None:
         try:
             if self._connection is None or self._connection.broken:
-                self._connection = Connection.open(self._master, self._identity, silence_s=ANSWER_S)
+                self._connection = Connection.open(self._master, self._identity, silence_s=ANSWER_S, accept=_a_master)
             self._connection.refresh(time.monotonic() + ANSWER_S)
             beat = pb.Heartbeat(
                 node_id=self._task.node_id,
@@ -104,6 +104,11 @@ class Beater:
     def _progress_age_ms(self) -> int:
         moved_ns: int = _MONOTONIC_NS.unpack_from(self._page)[0]
         return min(0xFFFFFFFF, max(0, (time.monotonic_ns() - moved_ns) // 1_000_000))
+
+
+def _a_master(hello: pb.HelloOk) -> None:
+    if hello.role != "master":
+        raise ProtocolError(f"a {hello.role or 'stranger'} answers where a master was")
 
 
 def main(page_fd: int, parent: int) -> None:

@@ -102,7 +102,7 @@ class Admission:
     def challenge() -> bytes:
         return os.urandom(CHALLENGE_BYTES)
 
-    def prove(self, message: bytes, challenge: bytes, nonce: bytes) -> tuple[Rights, pb.ProveOk, Signature]:
+    def prove(self, message: bytes, greeting: bytes) -> tuple[Rights, pb.ProveOk, Signature]:
         """What a PROVE frame's ticket allows, the answer, and what made the ticket. Raises as :func:`verify`."""
         assert self._key_file is not None
         try:
@@ -110,7 +110,7 @@ class Admission:
         except DecodeError as error:
             raise Unauthenticated("a proof that does not decode") from error
         keys = self._key_file.keys()
-        rights, answer = verify(keys, proof, challenge, nonce, self._clock())
+        rights, answer = verify(keys, proof, greeting, self._clock())
         name = pb.TicketClaims.FromString(proof.claims).key
         return rights, answer, (name, keys.secrets[name])
 

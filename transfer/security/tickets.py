@@ -4,12 +4,14 @@
 
     master (HTTPS)    claims, secret = HMAC(ticket key, claims)          to the holder of a token
     channel           Hello(nonce)            -> HelloOk(challenge)
-                      Prove(claims, HMAC(secret, "client" challenge nonce))
-                                              -> ProveOk(HMAC(secret, "server" nonce challenge))
+                      Prove(claims, HMAC(secret, "client" greeting))
+                                              -> ProveOk(HMAC(secret, "server" greeting))
 
-Who has the ticket key works the secret out from the claims, so nothing but the key has to be known to a verifier; and
-a proof is good for one connection alone, so one that was overheard is worth nothing. The answer's proof shows the
-holder that the other side has the key, and is no stranger on a node's port. (The shape is Kerberos' ticket with its
+The greeting is a hash of both hellos, byte for byte as they went over the wire: so challenge and nonce are in it, and
+who each side said that it is. Who has the ticket key works the secret out from the claims, so nothing but the key has
+to be known to a verifier; and a proof is good for one connection alone, so one that was overheard is worth nothing, and
+one that was asked for in another's name neither. The answer's proof shows the holder that the other side has the key,
+and is no stranger on a node's port. (The shape is Kerberos' ticket with its
 session key, and the challenge of RFC 2104's keyed hash; Needham and Schroeder, CACM 1978.)
 """
 
@@ -101,20 +103,26 @@ def issue(keys: TicketKeys, rights: Rights, now: float, life_s: float = LIFE_S) 
     return pb.Ticket(claims=claims, secret=_mac(keys.secrets[keys.signs], claims))
 
 
-def prove(ticket: pb.Ticket, challenge: bytes, nonce: bytes) -> pb.Prove:
+def greeting_of(hello: bytes, answer: bytes) -> bytes:
+    """What proofs of one connection are about: the messages of its Hello and HelloOk as they were sent."""
+    lengths = len(hello).to_bytes(8, "big") + len(answer).to_bytes(8, "big")
+    return hashlib.sha256(b"kvstrata greeting" + lengths + hello + answer).digest()
+
+
+def prove(ticket: pb.Ticket, greeting: bytes) -> pb.Prove:
     """The holder's side: what to send after a hello that was answered with a challenge."""
-    return pb.Prove(claims=ticket.claims, mac=_mac(ticket.secret, b"kvstrata client" + challenge + nonce))
+    return pb.Prove(claims=ticket.claims, mac=_mac(ticket.secret, b"kvstrata client" + greeting))
 
 
-def check_answer(ticket: pb.Ticket, challenge: bytes, nonce: bytes, answer: pb.ProveOk) -> None:
-    """Raises :class:`Unauthenticated` when the other side has not got the ticket key."""
-    if not hmac.compare_digest(answer.mac, _mac(ticket.secret, b"kvstrata server" + nonce + challenge)):
+def check_answer(ticket: pb.Ticket, greeting: bytes, answer: pb.ProveOk) -> None:
+    """Raises :class:`Unauthenticated` when the other side has not got the ticket key, or heard another greeting."""
+    if not hmac.compare_digest(answer.mac, _mac(ticket.secret, b"kvstrata server" + greeting)):
         raise Unauthenticated("who answers there does not have the pool's ticket keys: is it one of the pool?")
 
 
-def verify(keys: TicketKeys, proof: pb.Prove, challenge: bytes, nonce: bytes, now: float) -> tuple[Rights, pb.ProveOk]:
+def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> tuple[Rights, pb.ProveOk]:
     """The verifier's side. Raises :class:`TicketExpired`, or :class:`Unauthenticated` that names no detail."""
-    if len(proof.claims) > CLAIMS_BYTES_MAX or len(nonce) != NONCE_BYTES or len(challenge) != CHALLENGE_BYTES:
+    if len(proof.claims) > CLAIMS_BYTES_MAX or len(greeting) != hashlib.sha256().digest_size:
         raise Unauthenticated("the ticket is not good here")
     try:
         claims = pb.TicketClaims.FromString(proof.claims)
@@ -122,7 +130,7 @@ def verify(keys: TicketKeys, proof: pb.Prove, challenge: bytes, nonce: bytes, no
         raise Unauthenticated("the ticket is not good here") from error
     key = keys.secrets.get(claims.key, b"\0" * KEY_BYTES)
     secret = _mac(key, proof.claims)
-    good = hmac.compare_digest(proof.mac, _mac(secret, b"kvstrata client" + challenge + nonce))
+    good = hmac.compare_digest(proof.mac, _mac(secret, b"kvstrata client" + greeting))
     if not good or claims.key not in keys.secrets:
         raise Unauthenticated("the ticket is not good here")
     if claims.issued_ms > (now + SKEW_S) * 1e3:
@@ -135,7 +143,7 @@ def verify(keys: TicketKeys, proof: pb.Prove, challenge: bytes, nonce: bytes, no
         )
     except (ValueError, InvalidArgument) as error:  # a master of a later version knows a role that this one does not
         raise Unauthenticated("the ticket is not good here") from error
-    return rights, pb.ProveOk(mac=_mac(secret, b"kvstrata server" + nonce + challenge))
+    return rights, pb.ProveOk(mac=_mac(secret, b"kvstrata server" + greeting))
 
 
 def expired(expires: float, now: float) -> bool:

@@ -19,6 +19,7 @@ from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rates import Bounds
 from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.security.tickets import greeting_of
 from kvstrata.transfer.server import ChannelServer, Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection, Session
 
@@ -93,11 +94,12 @@ class Door:
         return FrameStream(socket.create_connection(parse_address(self.address)[1]), silence_s)  # type: ignore[arg-type]
 
     def greeted(self, session: bytes | None = None) -> tuple[FrameStream, pb.HelloOk, bytes]:
-        """A connection after its hello: (stream, the answer, the nonce)."""
-        hello = Identity(session or os.urandom(16)).hello()
+        """A connection after its hello: (stream, the answer, both hellos as proofs are about them)."""
+        hello = Identity(session or os.urandom(16)).hello().SerializeToString()
         stream = self.dial()
-        stream.send(Kind.HELLO, 1, hello.SerializeToString())
-        return stream, pb.HelloOk.FromString(stream.receive().message), hello.nonce
+        stream.send(Kind.HELLO, 1, hello)
+        answer = stream.receive().message
+        return stream, pb.HelloOk.FromString(answer), greeting_of(hello, answer)
 
     def stop(self) -> None:
         self.server.stop()

@@ -22,7 +22,7 @@ from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rates import USUAL, Account, Bounds
 from kvstrata.transfer.security.rights import Role
-from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S, issue, prove
+from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S, greeting_of, issue, prove
 from tests.transfer.security.doors import Clock, Door, Drip, failure, someone, until, write_keys
 
 #: Frames that are never asked by the side that connects, once its hello is over.
@@ -106,13 +106,13 @@ def test_each_role_may_do_what_is_its_own_and_no_more(keys: KeyFile, role: Role,
 
 
 def test_whoever_proves_a_ticket_is_let_in_and_is_a_client_from_then_on(door: Door, keys: KeyFile) -> None:
-    stream, hello, nonce = door.greeted()
+    stream, hello, about = door.greeted()
     assert len(hello.challenge) == 32 and hello.node_id == "n1" and hello.channel == "127.0.0.1"
     stream.send(Kind.PING, 2)
     assert stream.receive()[:2] == (Kind.PONG, 2)
     assert not door.server.sessions and not door.seen, "nobody is a client before its ticket is proved"
     ticket = issue(keys.keys(), someone(), time.time())
-    stream.send(Kind.PROVE, 3, prove(ticket, hello.challenge, nonce).SerializeToString())
+    stream.send(Kind.PROVE, 3, prove(ticket, about).SerializeToString())
     assert stream.receive().kind == Kind.PROVE_OK
     (session,) = door.server.sessions.values()
     assert session.subject == "engine"
@@ -145,17 +145,17 @@ def test_without_a_ticket_nothing_is_answered(door: Door) -> None:
 def test_a_ticket_that_is_not_good_is_refused(
     door: Door, keys: KeyFile, ticket_of: Callable[..., pb.Ticket], code: str
 ) -> None:
-    stream, hello, nonce = door.greeted()
+    stream, _, about = door.greeted()
     ticket = ticket_of(keys.keys(), time.time())
-    stream.send(Kind.PROVE, 2, prove(ticket, hello.challenge, nonce).SerializeToString())
+    stream.send(Kind.PROVE, 2, prove(ticket, about).SerializeToString())
     assert failure(stream) == code
     assert ended(stream) and not door.server.sessions
     assert door.server.counts["expired" if code == "TicketExpired" else "unauthenticated"] == 1
 
 
 def test_a_proof_that_was_overheard_is_worth_nothing_elsewhere(door: Door, keys: KeyFile) -> None:
-    stream, hello, nonce = door.greeted()
-    proof = prove(issue(keys.keys(), someone(), time.time()), hello.challenge, nonce).SerializeToString()
+    stream, _, about = door.greeted()
+    proof = prove(issue(keys.keys(), someone(), time.time()), about).SerializeToString()
     stream.send(Kind.PROVE, 2, proof)
     assert stream.receive().kind == Kind.PROVE_OK
     thief, _, _ = door.greeted()
@@ -179,8 +179,8 @@ def test_a_hello_without_a_nonce_cannot_be_proved_for(door: Door, keys: KeyFile)
     hello.nonce = b""
     stream = door.dial()
     stream.send(Kind.HELLO, 1, hello.SerializeToString())
-    challenge = pb.HelloOk.FromString(stream.receive().message).challenge
-    stream.send(Kind.PROVE, 2, prove(issue(keys.keys(), someone(), time.time()), challenge, b"").SerializeToString())
+    about = greeting_of(hello.SerializeToString(), stream.receive().message)
+    stream.send(Kind.PROVE, 2, prove(issue(keys.keys(), someone(), time.time()), about).SerializeToString())
     assert failure(stream) == "Unauthenticated"
 
 
@@ -270,8 +270,8 @@ def test_a_one_way_message_that_is_refused_is_not_answered(door: Door, keys: Key
 def test_who_drips_ends_in_time(door: Door, keys: KeyFile, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greeting, "HELLO_S", 0.4)
     if at == "proof":
-        stream, hello, nonce = door.greeted()
-        message = prove(issue(keys.keys(), someone(), time.time()), hello.challenge, nonce).SerializeToString()
+        stream, _, about = door.greeted()
+        message = prove(issue(keys.keys(), someone(), time.time()), about).SerializeToString()
         kind = Kind.PROVE
     else:
         stream, kind, message = door.dial(), Kind.HELLO, Identity(os.urandom(16)).hello().SerializeToString()
@@ -392,9 +392,9 @@ def test_with_tickets_off_nothing_is_asked_for(open_door: Callable[..., Door]) -
 def test_clocks_are_what_the_owner_gives(keys: KeyFile) -> None:
     clock = Clock()
     admission = Admission(keys, clock=clock)
-    challenge, nonce = admission.challenge(), os.urandom(16)
-    proof = prove(issue(keys.keys(), someone(), time.time()), challenge, nonce).SerializeToString()
-    assert admission.prove(proof, challenge, nonce)[0].subject == "engine"
+    about = greeting_of(b"hello", b"answer")
+    proof = prove(issue(keys.keys(), someone(), time.time()), about).SerializeToString()
+    assert admission.prove(proof, about)[0].subject == "engine"
     clock.ahead = LIFE_S + SKEW_S + 5
     with pytest.raises(TicketExpired):
-        admission.prove(proof, challenge, nonce)
+        admission.prove(proof, about)

@@ -64,9 +64,9 @@ def proofs(door: Door, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     prove = door.admission.prove
 
-    def counted(message: bytes, challenge: bytes, nonce: bytes) -> object:
+    def counted(message: bytes, greeting: bytes) -> object:
         seen.append(pb.TicketClaims.FromString(pb.Prove.FromString(message).claims).subject)
-        return prove(message, challenge, nonce)
+        return prove(message, greeting)
 
     monkeypatch.setattr(door.admission, "prove", counted)
     return seen
@@ -139,6 +139,73 @@ def test_a_stranger_on_the_port_is_told_nothing(keys: KeyFile, answer: bytes) ->
         assert stranger.asked == []
     finally:
         stranger.stop()
+
+
+class Relay(Stranger):
+    """A stranger that passes everything on to a door of the pool, and says in its hello to be another node."""
+
+    def __init__(self, door: Door, **claims: object) -> None:
+        self._door = door
+        self._claims = claims
+        self.at_the_door: list[int] = []
+        super().__init__(b"")
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            victim, real = FrameStream(sock, CALL_S), self._door.dial()
+            try:
+                hello = victim.receive()
+                self.asked.append(hello.kind)
+                real.send(hello.kind, hello.request, hello.message)
+                ok = pb.HelloOk.FromString(real.receive().message)
+                for name, value in self._claims.items():
+                    setattr(ok, name, value)
+                victim.send(Kind.HELLO_OK, hello.request, ok.SerializeToString())
+                proof = victim.receive()
+                self.asked.append(proof.kind)
+                real.send(proof.kind, proof.request, proof.message)
+                self.at_the_door.append(real.receive().kind)
+            except Unavailable:
+                continue
+            finally:
+                victim.close()
+                real.close()
+
+
+def test_a_proof_made_to_a_stranger_opens_no_other_door(door: Door, keys: KeyFile) -> None:
+    relay = Relay(door, node_id="gone", incarnation=99)
+    try:
+        with pytest.raises((Unauthenticated, Unavailable)):
+            Connection.open(relay.address, Identity.new(tickets=MintedTickets(keys, someone())), silence_s=CALL_S)
+        until(lambda: relay.at_the_door == [Kind.FAILURE])
+        assert not door.server.sessions
+    finally:
+        relay.stop()
+
+
+def test_to_who_is_not_the_peer_that_is_meant_nothing_is_proved(door: Door, keys: KeyFile) -> None:
+    def the_one_that_is_gone(hello: pb.HelloOk) -> None:
+        if hello.incarnation != 99:
+            raise Disconnected("another process")
+
+    relay = Relay(door)
+    channel = Channel(
+        [relay.address],
+        Identity.new(tickets=MintedTickets(keys, someone())),
+        silence_s=CALL_S,
+        accept=the_one_that_is_gone,
+    )
+    try:
+        with pytest.raises(Unavailable, match="another process"):
+            lookup(channel)
+        assert relay.asked == [Kind.HELLO]
+    finally:
+        channel.close()
+        relay.stop()
 
 
 def test_a_server_with_other_keys_and_this_side_do_not_believe_each_other(

@@ -9,21 +9,30 @@ import pytest
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ConfigError, Forbidden, ForbiddenSalt, InvalidArgument, TicketExpired, Unauthenticated
 from kvstrata.transfer.security.rights import EVERYTHING, Rights, Role
-from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S, TicketKeys, check_answer, issue, prove, verify
+from kvstrata.transfer.security.tickets import (
+    LIFE_S,
+    SKEW_S,
+    TicketKeys,
+    check_answer,
+    greeting_of,
+    issue,
+    prove,
+    verify,
+)
 
 NOW = 1_000_000.0
 KEYS = TicketKeys({"new": b"n" * 32, "old": b"o" * 32}, "new")
 ENGINE = Rights("engine-a", Role.CLIENT, ("acme-*", ""), ("llama*",))
 
 
-def nonces() -> tuple[bytes, bytes]:
-    return os.urandom(32), os.urandom(16)
+def greeting() -> bytes:
+    return greeting_of(os.urandom(100), os.urandom(100))
 
 
 def test_who_was_given_a_ticket_proves_it_and_is_answered() -> None:
-    challenge, nonce = nonces()
+    about = greeting()
     ticket = issue(KEYS, ENGINE, NOW)
-    rights, answer = verify(KEYS, prove(ticket, challenge, nonce), challenge, nonce, NOW + 1)
+    rights, answer = verify(KEYS, prove(ticket, about), about, NOW + 1)
     assert (rights.subject, rights.role, rights.salts, rights.groups) == (
         "engine-a",
         Role.CLIENT,
@@ -31,20 +40,25 @@ def test_who_was_given_a_ticket_proves_it_and_is_answered() -> None:
         ("llama*",),
     )
     assert rights.expires == NOW + LIFE_S
-    check_answer(ticket, challenge, nonce, answer)
+    check_answer(ticket, about, answer)
 
 
 def test_a_proof_is_worth_nothing_on_another_connection() -> None:
-    challenge, nonce = nonces()
-    proof = prove(issue(KEYS, ENGINE, NOW), challenge, nonce)
-    for other in ((os.urandom(32), nonce), (challenge, os.urandom(16))):
-        with pytest.raises(Unauthenticated):
-            verify(KEYS, proof, *other, NOW)
+    proof = prove(issue(KEYS, ENGINE, NOW), greeting())
+    with pytest.raises(Unauthenticated):
+        verify(KEYS, proof, greeting(), NOW)
+
+
+def test_a_greeting_is_both_hellos_and_where_one_ends() -> None:
+    one = greeting_of(b"hello", b"answer")
+    assert one == greeting_of(b"hello", b"answer")
+    for other in ((b"hello", b"answers"), (b"hell", b"oanswer"), (b"answer", b"hello"), (b"", b"helloanswer")):
+        assert greeting_of(*other) != one
 
 
 @pytest.mark.parametrize("field", ["subject", "role", "salts", "groups", "expires_ms", "key", "serial"])
 def test_claims_cannot_be_changed(field: str) -> None:
-    challenge, nonce = nonces()
+    about = greeting()
     ticket = issue(KEYS, ENGINE, NOW)
     claims = pb.TicketClaims.FromString(ticket.claims)
     if field in ("salts", "groups"):
@@ -53,46 +67,46 @@ def test_claims_cannot_be_changed(field: str) -> None:
         setattr(claims, field, {"expires_ms": 2**60, "serial": b"x", "role": "admin", "key": "old"}.get(field, "other"))
     forged = pb.Ticket(claims=claims.SerializeToString(), secret=ticket.secret)
     with pytest.raises(Unauthenticated):
-        verify(KEYS, prove(forged, challenge, nonce), challenge, nonce, NOW)
+        verify(KEYS, prove(forged, about), about, NOW)
 
 
 def test_a_ticket_runs_out_after_its_life_and_the_slack_for_clocks() -> None:
-    challenge, nonce = nonces()
-    proof = prove(issue(KEYS, ENGINE, NOW), challenge, nonce)
-    verify(KEYS, proof, challenge, nonce, NOW + LIFE_S + SKEW_S - 1)
+    about = greeting()
+    proof = prove(issue(KEYS, ENGINE, NOW), about)
+    verify(KEYS, proof, about, NOW + LIFE_S + SKEW_S - 1)
     with pytest.raises(TicketExpired):
-        verify(KEYS, proof, challenge, nonce, NOW + LIFE_S + SKEW_S + 1)
+        verify(KEYS, proof, about, NOW + LIFE_S + SKEW_S + 1)
     with pytest.raises(Unauthenticated, match="clocks"):
-        verify(KEYS, proof, challenge, nonce, NOW - SKEW_S - 1)
+        verify(KEYS, proof, about, NOW - SKEW_S - 1)
 
 
 def test_keys_rotate_without_a_moment_in_which_a_good_ticket_is_refused() -> None:
-    challenge, nonce = nonces()
+    about = greeting()
     before = TicketKeys({"old": b"o" * 32}, "old")
     both = TicketKeys({"old": b"o" * 32, "new": b"n" * 32}, "old")
     signs = TicketKeys({"new": b"n" * 32, "old": b"o" * 32}, "new")
     after = TicketKeys({"new": b"n" * 32}, "new")
     for issuer, verifier in ((before, both), (both, before), (both, signs), (signs, both), (signs, after)):
-        verify(verifier, prove(issue(issuer, ENGINE, NOW), challenge, nonce), challenge, nonce, NOW)
+        verify(verifier, prove(issue(issuer, ENGINE, NOW), about), about, NOW)
     with pytest.raises(Unauthenticated):
-        verify(after, prove(issue(before, ENGINE, NOW), challenge, nonce), challenge, nonce, NOW)
+        verify(after, prove(issue(before, ENGINE, NOW), about), about, NOW)
 
 
 def test_who_answers_without_the_key_is_found_out() -> None:
-    challenge, nonce = nonces()
+    about = greeting()
     ticket = issue(KEYS, ENGINE, NOW)
     stranger = TicketKeys({"new": b"?" * 32}, "new")
-    for answer in (pb.ProveOk(), pb.ProveOk(mac=prove(ticket, challenge, nonce).mac), pb.ProveOk(mac=b"x" * 32)):
+    for answer in (pb.ProveOk(), pb.ProveOk(mac=prove(ticket, about).mac), pb.ProveOk(mac=b"x" * 32)):
         with pytest.raises(Unauthenticated):
-            check_answer(ticket, challenge, nonce, answer)
+            check_answer(ticket, about, answer)
     with pytest.raises(Unauthenticated):
-        verify(stranger, prove(ticket, challenge, nonce), challenge, nonce, NOW)
+        verify(stranger, prove(ticket, about), about, NOW)
 
 
 @pytest.mark.parametrize("proof", [pb.Prove(), pb.Prove(claims=b"\xff\xff"), pb.Prove(claims=b"x" * (65 << 10))])
 def test_garbage_is_refused_in_one_voice(proof: pb.Prove) -> None:
     with pytest.raises(Unauthenticated, match=r"^the ticket is not good here$"):
-        verify(KEYS, proof, *nonces(), NOW)
+        verify(KEYS, proof, greeting(), NOW)
 
 
 def test_rights_are_what_the_patterns_say() -> None:
