@@ -57,7 +57,7 @@ def load(text: str, name: str) -> Policies:
         raise ConfigError(f"{name} is larger than {FILE_BYTES_MAX} bytes: is it a file of tenants?")
     try:
         document = yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, RecursionError) as error:
+    except Exception as error:  # PyYAML lets those of what it calls through: 2026-02-30 is a ValueError
         raise ConfigError(f"{name} is not YAML: {error}") from error
     if not isinstance(document, dict) or not document or set(document) - {"default", "tenants"}:
         raise ConfigError(f"{name}: expected a mapping with the keys 'tenants' and 'default'")

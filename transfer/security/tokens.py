@@ -65,6 +65,23 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+class _SameKeyError(yaml.constructor.ConstructorError):
+    """A mapping has a key twice."""
+
+
+class _Strict(yaml.SafeLoader):
+    """Of two keys that are the same, YAML's last one counts: in a row about rights that is refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for given, _ in node.value:
+            key = self.construct_object(given, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise _SameKeyError(None, None, "a key is there twice", given.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
 class TokenFile:
     """The rows of a file, read again when it changes. Raises :class:`ConfigError` that names the row, never a hash."""
 
@@ -125,12 +142,14 @@ class OwnToken:
 
 
 def _parse(path: Path) -> _Rows:
+    content = read_private(path, "tokens", secret=False)
     try:
-        rows = yaml.safe_load(read_private(path, "tokens", secret=False).decode())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:  # its text would show the content
+        rows = yaml.load(content.decode(), _Strict)
+    except Exception as error:  # noqa: BLE001 (PyYAML lets those of what it calls through; the text shows content)
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
-        raise ConfigError(f"the tokens {path} are not YAML{line}: `kvstrata auth token add` writes them") from None
+        wrong = "have a key twice in a row" if isinstance(error, _SameKeyError) else "are not YAML"
+        raise ConfigError(f"the tokens {path} {wrong}{line}: `kvstrata auth token add` writes them") from None
     if not isinstance(rows, list) or not rows or len(rows) > ROWS_MAX:
         raise ConfigError(f"the tokens {path} are not a list of 1 to {ROWS_MAX} rows: `kvstrata auth init` makes one")
     by_digest: dict[str, Holder] = {}

@@ -46,8 +46,8 @@ def read_private(path: Path, what: str, *, secret: bool) -> bytes:
 class WatchedFile(Generic[T]):
     """What ``load`` makes of files, made anew within ``LOOK_S`` of a change of any of them. Thread-safe.
 
-    ``load`` runs at construction, where its :class:`ConfigError` goes to the caller; later ones are told by
-    :meth:`problem`, and the last good content stays.
+    ``load`` runs at construction, where its :class:`ConfigError` goes to the caller; what it raises later, of any kind,
+    is told by :meth:`problem`, and the last good content stays.
     """
 
     def __init__(
@@ -75,20 +75,26 @@ class WatchedFile(Generic[T]):
             seen = self._look()
             if seen == self._seen:
                 return
+            self._seen = seen
             try:
                 self._content = self._load()
+            except ConfigError as error:
+                self._stays(str(error))
+            except Exception as error:  # noqa: BLE001 (of any parser: callers go on; its text may show the content)
+                self._stays(f"{self._paths[0]} cannot be read ({type(error).__name__})")
+            else:
                 self._problem = ""
                 log.info("file read again", path=str(self._paths[0]))
-            except ConfigError as error:
-                if self._problem != str(error):
-                    log.error("changed file is not good, the last good one stays in use", problem=str(error))
-                self._problem = str(error)
-            self._seen = seen
 
     def problem(self) -> str:
         """Why the files as they are now are not in use; empty when they are."""
         self.current()
         return f"{self._problem} (the last good one is in use)" if self._problem else ""
+
+    def _stays(self, problem: str) -> None:
+        if self._problem != problem:
+            log.error("changed file is not good, the last good one stays in use", problem=problem)
+        self._problem = problem
 
     def _look(self) -> tuple[_Seen | None, ...]:
         return tuple(_seen(path) for path in self._paths)

@@ -11,7 +11,7 @@ from kvstrata.proto.errors import ConfigError, ForbiddenSalt, Unauthenticated
 from kvstrata.transfer.security.access import Access, Gate
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.tokens import OwnToken, TokenFile, digest, new_token, read_token
-from kvstrata.transfer.security.watched_file import LOOK_S
+from kvstrata.transfer.security.watched_file import LOOK_S, WatchedFile
 
 HASH = digest("kvs_" + "a" * 43)
 
@@ -97,6 +97,12 @@ def test_a_certificate_stands_for_a_token(tmp_path: Path) -> None:
             "row 2 .*'a' is taken",
         ),
         ("\x00\xff", "not YAML"),
+        ("- name: 2026-02-30\n  role: read\n", "not YAML"),
+        ("- {? [a]: b}", "not YAML"),
+        ("- name: !!int x\n", "not YAML"),
+        ("- name: !!timestamp x\n", "not YAML"),
+        ("- name: !!float ''\n", "not YAML"),
+        (f"- name: a\n  sha256: {HASH}\n  role: read\n  role: admin\n", "key twice in a row, line 4"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_row_and_without_its_hashes(tmp_path: Path, text: str, says: str) -> None:
@@ -154,6 +160,39 @@ def test_a_changed_file_is_used_within_a_moment_and_a_bad_one_is_not(tmp_path: P
     written(path, row(new, "third"))
     clock.now += LOOK_S
     assert tokens.rights_of(new).subject == "third" and tokens.problem() == ""
+
+
+def test_a_file_that_nobody_can_make_anything_of_ends_no_call_that_stands(tmp_path: Path) -> None:
+    clock = Clock()
+    token = new_token()
+    path = written(tmp_path / "tokens", row(token))
+    tokens = TokenFile(path, clock=clock)
+    gate = Gate(tokens)
+    shown = f"Bearer {token}"
+    rights = gate.holder(shown, ()).rights
+    path.write_text(path.read_text() + "- name: 2026-02-30\n")
+    for _ in range(2):
+        clock.now += LOOK_S
+        gate.stand(shown, (), rights)
+        assert "last good one is in use" in tokens.problem()
+    written(path, row(new_token()))
+    clock.now += LOOK_S
+    with pytest.raises(Unauthenticated):
+        gate.stand(shown, (), rights)
+
+
+def test_whatever_reading_raises_the_last_good_content_stays(tmp_path: Path) -> None:
+    clock = Clock()
+    path = tmp_path / "file"
+    path.write_text("1")
+    file = WatchedFile((path,), lambda: int(path.read_text()), clock=clock)
+    path.write_text("secret")
+    clock.now += LOOK_S
+    assert file.current() == 1
+    assert "ValueError" in file.problem() and "secret" not in file.problem()
+    path.write_text("22")
+    clock.now += LOOK_S
+    assert file.current() == 22 and file.problem() == ""
 
 
 def test_a_file_that_is_a_link_to_another_is_read_again_when_the_link_changes(tmp_path: Path) -> None:
