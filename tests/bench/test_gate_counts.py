@@ -63,6 +63,8 @@ CLIENT_FRAMES: Final = {
 NODE_CALLS: Final = {"reserve": (259, 1.0), "commit": (145, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
 #: Function calls of a lookup in a master's directory, however many hashes it has.
 LOOKUP_CALLS: Final = {"hits": 142, "misses": 231, "cut": 231}
+#: A table has a secret of its own, and with it longest probes of its own: each step is a few calls for all hashes.
+PROBING_ROOM: Final = 1.5
 HELD: Final = 1 << 16
 BYTES_A_BLOCK: Final = 200
 #: Objects that Python keeps for a block that a node holds, what it has not told its master yet included.
@@ -204,9 +206,9 @@ def test_function_calls_of_a_directory(which: str) -> None:
         count: least_function_calls(lambda count=count: directory.lookup(0, 0, 1, "tenant", asked[:count]))
         for count in (1_000, 10_000)
     }
-    bounded(f"a lookup of 1,000 hashes, {which}", took[1_000], LOOKUP_CALLS[which], "function calls")
+    bounded(f"a lookup of 1,000 hashes, {which}", took[1_000], LOOKUP_CALLS[which], "function calls", PROBING_ROOM)
     each = slope(took[1_000], took[10_000], 1_000, 10_000)
-    bounded(f"each more hash of a lookup, {which}", each, 0.01, "function calls")
+    bounded(f"each more hash of a lookup, {which}", each, 0.02, "function calls")
     assert directory.nbytes / HELD <= BYTES_A_BLOCK, f"{directory.nbytes / HELD} bytes a block in the directory"
 
 
