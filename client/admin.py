@@ -361,7 +361,8 @@ class AdminClient:
             try:
                 return link.call(kind, rpc, request, timeout_s)
             except (Unavailable, NotLeader) as error:
-                problem = Unavailable(f"{problem}; {error}")
+                if str(error) not in str(problem):  # the first master is asked again
+                    problem = Unavailable(f"{problem}; {error}")
         raise problem
 
     def _ask_leader(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:

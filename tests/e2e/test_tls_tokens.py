@@ -13,8 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvstrata.client.admin import AdminClient
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.security.tokens import digest, new_token
 from tests.certificates import Authority, Pair
 from tests.e2e.real_pool import Daemon, until
@@ -105,6 +107,13 @@ def test_nobody_gets_through_without_tls_or_with_another_authority(pool: Pool, t
             ask(daemon.ready["http"], "GET", "/healthz", token)
         with pytest.raises(ssl.SSLCertVerificationError):
             ask(daemon.ready["http"], "GET", "/healthz", token, tls=client_context(other))
+
+
+def test_who_has_no_authority_is_told_so_once(pool: Pool) -> None:
+    admin = AdminClient(str(pool.master.ready["channel"]), token=pool.secrets.tokens["read"])
+    with admin, pytest.raises(Unavailable, match="give its authority") as refused:
+        admin.health()
+    assert str(refused.value).count("give its authority") == 1
 
 
 def test_garbage_and_bodies_that_are_too_large_are_refused_and_it_serves_on(pool: Pool) -> None:
