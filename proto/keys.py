@@ -93,6 +93,13 @@ def check_salt(cache_salt: str) -> str:
     return cache_salt
 
 
+def check_group(group: str) -> str:
+    """Return the name of a namespace group, or raise :class:`InvalidArgument`: it has too many characters to be one."""
+    if len(group) > GROUP_CHARACTERS_MAX:
+        raise InvalidArgument(f"a namespace group has at most {GROUP_CHARACTERS_MAX} characters, not {len(group)}")
+    return group
+
+
 def pack_hashes(hashes: bytes | bytearray | memoryview | Sequence[bytes], hash_bytes: int) -> bytes:
     """Return ``hashes`` as one bytes of n * hash_bytes.
 

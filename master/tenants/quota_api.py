@@ -72,6 +72,8 @@ def _refusal(touch: Callable[[], None]) -> Response | None:
         touch()
     except Forbidden as error:
         return JSONResponse({"error": str(error)}, status_code=403)
+    except InvalidArgument as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
     return None
 
 

@@ -10,6 +10,7 @@ from fnmatch import translate
 from typing import Final
 
 from kvstrata.proto.errors import Forbidden, ForbiddenSalt, InvalidArgument
+from kvstrata.proto.keys import check_group, check_salt
 
 #: Patterns that one token may name, of each kind; and how long one may be.
 PATTERNS_MAX: Final = 64
@@ -74,7 +75,8 @@ class Rights:
         return includes(self.role, role)
 
     def touch(self, salt: str, group: str) -> None:
-        """Raises :class:`ForbiddenSalt` unless blocks of this tenant and namespace group may be touched.
+        """Raises :class:`ForbiddenSalt` unless blocks of this tenant and namespace group may be touched, and
+        :class:`InvalidArgument` for names that are too long to be any: those are neither looked at nor remembered.
 
         Looks at names alone, never at what is stored: a refusal does not tell whether anything is there.
         """
@@ -86,13 +88,13 @@ class Rights:
             self._touched[salt, group] = None
 
     def touch_salt(self, salt: str) -> None:
-        """Raises :class:`ForbiddenSalt` unless this tenant may be touched, in some namespace group."""
-        if self._salts.match(salt) is None:
+        """Raises :class:`ForbiddenSalt` unless this tenant may be touched, in some namespace group; else as :meth:`touch`."""
+        if self._salts.match(check_salt(salt)) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this tenant")
 
     def touch_group(self, group: str) -> None:
-        """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant."""
-        if self._groups.match(group) is None:
+        """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant; else as :meth:`touch`."""
+        if self._groups.match(check_group(group)) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this namespace")
 
     def touch_all(self, *, salts: bool, groups: bool) -> None:
