@@ -154,7 +154,7 @@ def _drain_row(drain: Drain, now: float) -> control.DrainRow:
 def _client_row(session: Session, now: float) -> control.ClientRow:
     hello = session.hello
     return control.ClientRow(
-        session=session.key.hex(),
+        session=session.shown,
         name=hello.name,
         host=hello.host,
         pid=hello.pid,

@@ -7,6 +7,7 @@ still hold the sockets. On one host the kernel vouches for the process by a pidf
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -19,7 +20,7 @@ from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
-from kvstrata.proto.errors import Unauthenticated, Unavailable
+from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.frames import FrameStream, Silence
 from kvstrata.transfer.security.rates import Account
 from kvstrata.transfer.security.rights import EVERYTHING, Rights
@@ -44,6 +45,11 @@ class Session:
     requests: int = 0
     connections: set[ServerConnection] = field(default_factory=set)
     over: bool = False  #: set before ``ended`` is told; a handler that is still at work may look
+
+    @property
+    def shown(self) -> str:
+        """What it is called in lists: 8 hexadecimal digits that do not tell the key."""
+        return hashlib.blake2b(self.key, digest_size=4).hexdigest()
 
     def reached_at(self) -> str:
         """The address of ours that it came by over TCP; "" when it came otherwise, or has gone already."""
@@ -113,17 +119,15 @@ class SessionBook:
     def join(self, connection: ServerConnection, hello: pb.Hello, subject: str = "") -> Session:
         """Enter a connection that has said hello, and has proved a ticket of ``subject`` where tickets are on.
 
-        Raises :class:`Unauthenticated` when the session is another one's: who guesses its id gains nothing by it.
+        Subjects that give one id have a session each: who knows or guesses another's id neither joins it nor is in
+        its way.
         """
+        key = session_key(hello.session, subject)
         pid, pidfd = _peer_process(connection) if connection.local else (0, -1)
         with self._lock:
-            session = self.sessions.get(hello.session)
+            session = self.sessions.get(key)
             if session is None:
-                session = self.sessions[hello.session] = Session(hello.session, hello, subject)
-            elif session.subject != subject:
-                if pidfd >= 0:
-                    os.close(pidfd)
-                raise Unauthenticated("the ticket is not good here")
+                session = self.sessions[key] = Session(key, hello, subject)
             session.connections.add(connection)
             connection.session = session
             watch = pidfd >= 0 and session.pidfd < 0
@@ -169,6 +173,13 @@ class SessionBook:
             self._deaths.unregister(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = -1
+
+
+def session_key(session: bytes, subject: str) -> bytes:
+    """16 bytes: the id that a client chose, or where tickets are on a hash of it with whose the tickets are."""
+    if not subject:
+        return session
+    return hashlib.blake2b(session + subject.encode(), digest_size=16, person=b"kvstrata session").digest()
 
 
 def _peer_process(connection: ServerConnection) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rates import USUAL, Account, Bounds
 from kvstrata.transfer.security.rights import Role
-from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S, greeting_of, issue, prove
+from kvstrata.transfer.security.tickets import BEHIND_S, LIFE_S, SKEW_S, greeting_of, issue, prove
 from tests.transfer.security.doors import Clock, Door, Drip, failure, someone, until, write_keys
 
 #: Frames that are never asked by the side that connects, once its hello is over.
@@ -137,7 +137,7 @@ def test_without_a_ticket_nothing_is_answered(door: Door) -> None:
     ("ticket_of", "code"),
     [
         (lambda keys, now: issue(keys, someone(), now - LIFE_S - SKEW_S - 5), "TicketExpired"),
-        (lambda keys, now: issue(keys, someone(), now + SKEW_S + 60), "Unauthenticated"),
+        (lambda keys, now: issue(keys, someone(), now + BEHIND_S + 60), "TicketNotYetValid"),
         (lambda keys, now: pb.Ticket(claims=issue(keys, someone(), now).claims, secret=bytes(32)), "Unauthenticated"),
     ],
     ids=["run out", "from the future", "claims without their secret"],
@@ -187,17 +187,20 @@ def test_a_hello_without_a_nonce_cannot_be_proved_for(door: Door, keys: KeyFile)
 # ------------------------------------------------------------------ sessions
 
 
-def test_a_session_is_joined_by_its_own_subject_alone(door: Door, keys: KeyFile) -> None:
+def test_a_session_is_of_its_own_subject_and_nobody_sits_on_its_id(door: Door, keys: KeyFile) -> None:
     session = os.urandom(16)
+    squatter = enter(door, keys, "engine-b", session=session)
     first = enter(door, keys, "engine-a", session=session)
-    with pytest.raises(Unauthenticated):
-        enter(door, keys, "engine-b", session=session)
     second = enter(door, keys, "engine-a", session=session)
-    assert len(door.server.sessions) == 1 and len(door.server.sessions[session].connections) == 2
-    assert not door.ended
+    found = {each.subject: each for each in door.server.sessions.values()}
+    assert {name: len(each.connections) for name, each in found.items()} == {"engine-a": 2, "engine-b": 1}
+    assert session not in door.server.sessions and found["engine-a"].shown != found["engine-b"].shown
+    squatter.close()
+    until(lambda: door.ended == [found["engine-b"]])
+    assert second.call(Kind.LOOKUP, b"").kind == Kind.LOOKUP_OK
     for connection in (first, second):
         connection.close()
-    until(lambda: len(door.ended) == 1)
+    until(lambda: len(door.ended) == 2)
 
 
 def test_a_fresh_ticket_is_proved_in_band_for_the_same_subject_alone(door: Door, keys: KeyFile) -> None:
@@ -372,7 +375,8 @@ def test_a_client_has_so_many_connections(open_door: Callable[..., Door], keys: 
     with pytest.raises(Busy):
         one_more(session)
     held.pop().close()
-    until(lambda: len(door.server.sessions[session].connections) == 1)
+    (of_it,) = door.server.sessions.values()
+    until(lambda: len(of_it.connections) == 1)
     held.append(one_more(session))
     for connection in held:
         assert connection.call(Kind.PING, b"").kind == Kind.PONG
