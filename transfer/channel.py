@@ -85,13 +85,16 @@ class Channel:
             self._checkin(connection)
 
     def tell(self, kind: int, message: bytes, deadline: float) -> None:
-        """A one-way message."""
+        """A one-way message. Raises as :meth:`call` where a fresh ticket is not taken."""
         connection, _ = self._checkout(deadline)
         try:
+            connection.refresh(deadline)
             connection.tell(kind, message)
         except (Disconnected, Silent) as error:
             self.failed(str(error))
             raise
+        except Unauthenticated as error:
+            raise self._unauthenticated(error) from error
         finally:
             self._checkin(connection)
 
@@ -139,7 +142,10 @@ class Channel:
     @staticmethod
     def _prove_anew(connection: Connection, deadline: float) -> None:
         """Raises :class:`TicketExpired` when there is no other ticket than the one that has run out."""
-        assert connection.tickets is not None
+        if connection.tickets is None:
+            raise Unauthenticated(
+                "who answers there says that a ticket has run out, and asked for none: is it one of the pool?"
+            )
         old = connection.ticket
         if old is not None:
             connection.tickets.refused(old)

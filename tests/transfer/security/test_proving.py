@@ -315,6 +315,38 @@ def test_a_ticket_that_ran_out_and_has_no_successor_is_said_to_have_run_out(door
     channel.close()
 
 
+def test_who_asked_for_no_ticket_and_says_that_it_has_run_out_is_not_believed(
+    open_door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = open_door(None)
+
+    def rogue(*_: object) -> None:
+        raise TicketExpired("the ticket has run out")
+
+    monkeypatch.setattr(door.admission, "admit", rogue)
+    channel = channel_to(door, None)
+    with pytest.raises(Unauthenticated, match="asked for none"):
+        lookup(channel)
+    with pytest.raises(Unauthenticated), channel.exchange(Kind.LOOKUP, b"", time.monotonic() + CALL_S):
+        pass
+    assert not channel.breaker.closed
+    channel.close()
+
+
+def test_a_one_way_message_goes_under_a_fresh_ticket(
+    door: Door, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = proofs(door, monkeypatch)
+    tickets = Forced(keys, someone())
+    channel = channel_to(door, tickets)
+    channel.tell(Kind.RELEASE, b"", time.monotonic() + CALL_S)
+    tickets.now = issue(keys.keys(), someone(), time.time())
+    channel.tell(Kind.RELEASE, b"", time.monotonic() + CALL_S)
+    until(lambda: door.seen == [Kind.RELEASE] * 2)
+    assert len(seen) == 2
+    channel.close()
+
+
 def test_while_no_fresh_ticket_is_to_be_had_the_proved_one_stands(door: Door, keys: KeyFile) -> None:
     class Gone(Forced):
         gone = False
