@@ -88,12 +88,18 @@ class Rights:
             self._touched[salt, group] = None
 
     def touch_salt(self, salt: str) -> None:
-        """Raises :class:`ForbiddenSalt` unless this tenant may be touched, in some namespace group; else as :meth:`touch`."""
+        """Raises :class:`ForbiddenSalt` unless this tenant may be touched, in some namespace group.
+
+        Names that are too long: as :meth:`touch`.
+        """
         if self._salts.match(check_salt(salt)) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this tenant")
 
     def touch_group(self, group: str) -> None:
-        """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant; else as :meth:`touch`."""
+        """Raises :class:`ForbiddenSalt` unless this namespace group may be touched, for some tenant.
+
+        Names that are too long: as :meth:`touch`.
+        """
         if self._groups.match(check_group(group)) is None:
             raise ForbiddenSalt(f"{self.subject} may not touch this namespace")
 
