@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 
 from kvstrata.cli.sizes import UNITS, check_address, format_size, parse_size
 from kvstrata.proto.errors import ConfigError
+from tests import command_line
+from tests.command_line import Done
 
 COMMANDS = (["master"], ["storage"], ["dev"], ["health"], ["node", "list"], ["bench"], ["replay"], ["demo"])
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> Done:
+    return command_line.run(*arguments, env={**environment, "COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvstrata.cli.app", *arguments],
-        env={**os.environ, **environment, "COLUMNS": "200", "NO_COLOR": "1"},
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -72,7 +78,7 @@ def test_every_command_explains_itself(command: list[str]) -> None:
 
 
 def test_version() -> None:
-    assert run("--version").stdout.startswith("kvstrata 0.")
+    assert run_process("--version").stdout.startswith("kvstrata 0.")
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
@@ -145,7 +151,6 @@ def test_what_kubernetes_says_of_a_service_is_no_option() -> None:
         (["storage", "--ssd", "x=1GiB", "--ssd-daily-writes", "0"], 2, "--ssd-policy off"),
         (["storage", "--dram", "5x"], 2, "not a size"),
         (["master", "--listen", "nonsense"], 2, "HOST:PORT"),
-        (["master", "--listen", "192.0.2.1:0", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"], 2, "cannot listen"),
         (["health", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
         (["node", "list", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
         (["health", "--master", "127.0.0.1:1,127.0.0.1:2"], 3, "127.0.0.1:2"),
@@ -161,4 +166,18 @@ def test_what_kubernetes_says_of_a_service_is_no_option() -> None:
 )
 def test_errors_say_what_to_do_and_end_with_their_code(arguments: list[str], code: int, said: str) -> None:
     done = run(*arguments)
+    assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["master", "--listen", "192.0.2.1:0", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"], 2, "cannot listen"),
+        (["health", "--master", "127.0.0.1:1"], 3, "127.0.0.1:1"),
+        (["storage", "--token-file", "nowhere"], 2, "nowhere"),
+    ],
+    ids=("daemon", "command", "option"),
+)
+def test_a_process_ends_with_the_code_and_no_traceback(arguments: list[str], code: int, said: str) -> None:
+    done = run_process(*arguments)
     assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr

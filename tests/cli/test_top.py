@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvstrata.cli.top_screen import frame, safe, sparkline
 from kvstrata.master.daemon import Master, MasterConfig
+from tests import command_line
 from tests.e2e import status_documents as documents
 
 ANSWER_S = 30.0
@@ -106,13 +107,13 @@ def test_into_a_pipe_it_is_one_frame(master: Master) -> None:
 
 
 def test_as_json_it_is_the_document(master: Master) -> None:
-    document = json.loads(run(master.endpoints.channel, "--json").stdout)
+    document = json.loads(command_line.run("top", "--master", master.endpoints.channel, "--json").stdout)
     assert document["schema"] == 1 and document["cluster_id"] == master.hub.cluster_id
 
 
 def test_nobody_there() -> None:
-    done = run("127.0.0.1:1", "--once")
-    assert done.returncode == 3 and "no master at 127.0.0.1:1" in done.stderr and "Traceback" not in done.stderr
+    done = command_line.run("top", "--master", "127.0.0.1:1", "--once")
+    assert done.returncode == 3 and "no master at 127.0.0.1:1" in done.stderr
 
 
 def test_in_a_terminal_it_is_live_until_q(master: Master) -> None:

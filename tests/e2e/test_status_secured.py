@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,11 @@ import pytest
 from kvstrata.master.status.pages import PUBLIC
 from kvstrata.proto import control_pb2 as control
 from kvstrata.transfer.security.tls import client_context
+from tests.command_line import Done, run
 from tests.e2e.browser import browser
 from tests.e2e.real_pool import Daemon
 from tests.e2e.secured_daemons import Secrets, ask, call, master
 
-TOP_S = 30.0
 EVENT_S = 20.0
 
 
@@ -67,10 +65,9 @@ def test_orders_and_refusals_are_events_without_a_secret(secrets: Secrets, daemo
         assert secret.encode() not in body
 
 
-def top(daemon: Daemon, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstrata.cli.app", "top", "--master", daemon.ready["channel"], "--once", *options]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSTRATA")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=TOP_S, env=environment, check=False)
+def top(daemon: Daemon, *options: str) -> Done:
+    bare: dict[str, str | None] = {name: None for name in os.environ if name.startswith("KVSTRATA")}
+    return run("top", "--master", daemon.ready["channel"], "--once", *options, env=bare)
 
 
 def test_top_shows_its_token(secrets: Secrets, daemon: Daemon) -> None:
@@ -82,7 +79,7 @@ def test_top_shows_its_token(secrets: Secrets, daemon: Daemon) -> None:
         (("--ca", str(secrets.ca), "--token-file", str(files["client"])), "needs the role read"),
     ):
         done = top(daemon, *options)
-        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 1 and said in done.stderr
 
 
 def test_the_page_takes_a_token_once(secrets: Secrets, daemon: Daemon, tmp_path: Path) -> None:
