@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import Case
+from cases import BATCH, Case, size_name
 from suite_clients import clients_pool
 from suite_machine import busy, machine, versions
 from suite_main_pool import groups_of_main_pool, main_pool
@@ -150,6 +150,8 @@ def main() -> int:
 def run(options: argparse.Namespace, scale: Scale, wanted: Wanted) -> tuple[Results, dict[str, Any]]:
     peers = options.peer or (list(PEERS) if options.peers else [])
     rounds = options.rounds or (ROUNDS_QUICK if options.quick else ROUNDS)
+    sizes = [size for size in scale.sizes if any(wanted(f"move {batch} x {size_name(size)}") for batch in (1, BATCH))]
+    lookups = any(wanted(f"lookup {count}") for count in scale.lookups)
     results, order, reason = Results(), random.Random(0), busy()
     if reason:
         print(reason, file=sys.stderr)
@@ -159,7 +161,7 @@ def run(options: argparse.Namespace, scale: Scale, wanted: Wanted) -> tuple[Resu
         one_round(results, scale, wanted, order)
         for peer in peers:
             before = time.monotonic()
-            peer_round(results, options.peers / "run.sh", peer, scale.sizes)
+            peer_round(results, options.peers / "run.sh", peer, sizes, lookups)
             print(f"  {peer}: {time.monotonic() - before:.1f} s", file=sys.stderr)
         print(f"round {number + 1}/{rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr)
         told |= {"rounds": number + 1, "load_after": round(os.getloadavg()[0], 2)}

@@ -24,9 +24,13 @@ OPS: Final = {
 }  # fmt: skip
 
 
-def peer_round(results: Results, script: Path, peer: str, sizes: tuple[int, ...]) -> None:
+def peer_round(results: Results, script: Path, peer: str, sizes: list[int], lookups: bool) -> None:
     """One run of a peer's driver; its lines are read, its failures are said."""
+    if not sizes and not lookups:
+        return
     env = {**os.environ, "SIZES": ",".join(map(str, sizes)), "BATCH": str(BATCH), "REPS": "1"}
+    if not (sizes and lookups):
+        env["ONLY"] = "data" if sizes else "meta"
     before = set(SHARED_MEMORY.iterdir())
     try:
         done = subprocess.run(

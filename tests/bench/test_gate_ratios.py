@@ -63,7 +63,7 @@ def test_ratio_to_a_roofline(results: Results, op: str, system: str, roofline: s
     bound = BOUNDS[op, system, roofline]
     assert max(ratios) >= bound, (
         f"{case.name} by {system} is at {max(ratios):.2f} of {roofline} at best, and {bound} is the least: "
-        f"./dev bench --case '{case.name}' on a quiet machine shows what it is; git bisect shows since when"
+        f"./dev bench --case '{op} 64' on a quiet machine shows what it is; git bisect shows since when"
     )
 
 
