@@ -43,11 +43,12 @@ PlainTokens = Annotated[
 ClientRequests = Annotated[
     int,
     typer.Option(
-        help="Requests a second of one client (a token, or a session if tickets are off) on the channel; 0: no bound.",
+        help="Requests a second of one client process on the channel (of one token: 64 times as many); 0: no bound.",
         min=0,
         rich_help_panel=_PANEL,
     ),
 ]
 ClientConnections = Annotated[
-    int, typer.Option(help="Connections of one client to the channel; 0: no bound.", min=0, rich_help_panel=_PANEL)
+    int,
+    typer.Option(help="Connections of one client process; 0: no bound.", min=0, rich_help_panel=_PANEL),
 ]

@@ -76,7 +76,7 @@ class Greeter:
     def leave(self, connection: ServerConnection) -> None:
         """The connection has closed."""
         if connection.account is not None:
-            self._admission.leave(connection.client)
+            self._admission.leave(*connection.client)
         self._book.leave(connection)
 
     def renew(self, connection: ServerConnection, message: bytes) -> bytes:
@@ -121,8 +121,8 @@ class Greeter:
     def _enter(self, connection: ServerConnection, hello: pb.Hello, rights: Rights) -> None:
         """From here on it counts as a client."""
         connection.rights = rights
-        connection.client = rights.subject or hello.session
-        connection.account = self._admission.enter(connection.client, time.monotonic())
+        connection.client = (rights.subject, hello.session)
+        connection.account = self._admission.enter(*connection.client, time.monotonic())
         self._book.join(connection, hello, rights.subject)
 
     # ------------------------------------------------------------------ the proof

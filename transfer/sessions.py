@@ -70,7 +70,7 @@ class ServerConnection:
         self.session: Session | None = None
         #: What the peer may do: all, where tickets are off.
         self.rights: Rights = EVERYTHING
-        self.client: str | bytes = b""  #: whom it is of: a ticket's subject, or a session
+        self.client = ("", b"")  #: whom it is of: a ticket's subject, "" where they are off, and the session's id
         self.account: Account | None = None  #: what that one has here, once it has been let in
         self.challenge = b""  #: that its hello was answered with; empty where they are off
         self.greeting = b""  #: the hellos that they are about

@@ -143,14 +143,14 @@ class Admission:
 
     # ------------------------------------------------------------------ connections a client
 
-    def enter(self, who: str | bytes, now: float) -> Account:
-        """One more connection of a client. Raises :class:`Busy` at its bound."""
+    def enter(self, subject: str, session: bytes, now: float) -> Account:
+        """One more connection of a client. Raises :class:`Busy` at its bound, or that of its subject."""
         with self._lock:
-            return self._accounts.enter(who, now)
+            return self._accounts.enter(subject, session, now)
 
-    def leave(self, who: str | bytes) -> None:
+    def leave(self, subject: str, session: bytes) -> None:
         with self._lock:
-            self._accounts.leave(who)
+            self._accounts.leave(subject, session)
 
     def check(self) -> None:
         """Assert what holds for the accounts."""

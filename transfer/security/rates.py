@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstrata.proto.errors import Busy, ConfigError
 
 #: More connections, and requests a second, than a process can have.
 NO_BOUND: Final = 1 << 31
+#: All clients of one token have together so many times what one of them may have: a fleet of engines shares a token.
+CLIENTS_OF_A_SUBJECT: Final = 64
+#: But no more connections than this where they are bounded: of those that a process takes some are left to others.
+CONNECTIONS_OF_A_SUBJECT: Final = 1536
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one client: of all that come with tickets for one token, or of one session where tickets are off.
+    """Of one client, which is one session; where tickets are on, what they are for has :meth:`together` bounds too.
 
     ``burst`` requests may come at once, ``requests_s`` a second for long. ``unproved`` bounds the connections of all
     that have not shown a ticket yet: past it, the one that is longest about it is closed. Raises
@@ -28,6 +32,16 @@ class Bounds:
     def __post_init__(self) -> None:
         if self.connections < 1 or self.requests_s <= 0 or self.burst < 1 or self.unproved < 1:
             raise ConfigError("bounds of a client are 1 or more: leave them out for the usual ones")
+
+    def together(self) -> Bounds:
+        """Of all clients that come with tickets for one token."""
+        most = max(self.connections, CONNECTIONS_OF_A_SUBJECT)
+        return replace(
+            self,
+            connections=min(self.connections * CLIENTS_OF_A_SUBJECT, most),
+            requests_s=self.requests_s * CLIENTS_OF_A_SUBJECT,
+            burst=self.burst * CLIENTS_OF_A_SUBJECT,
+        )
 
 
 USUAL: Final = Bounds()
@@ -48,10 +62,11 @@ class Account:
     "New directions in communications", 1986). Threads may race in :meth:`take`: then a token more or less is taken.
     """
 
-    __slots__ = ("_at", "_bounds", "_tokens", "connections")
+    __slots__ = ("_at", "_bounds", "_tokens", "_whole", "connections")
 
-    def __init__(self, bounds: Bounds, now: float) -> None:
+    def __init__(self, bounds: Bounds, now: float, whole: Account | None = None) -> None:
         self.connections = 0
+        self._whole = whole  #: that of all clients of its subject, which is asked after its own
         self._bounds = bounds
         self._tokens = float(bounds.burst)
         self._at = now
@@ -67,38 +82,62 @@ class Account:
             self._tokens = tokens
             return False
         self._tokens = tokens - 1.0
-        return True
+        return self._whole is None or self._whole.take(now)
 
 
 class AccountBook:
-    """Accounts of those that are connected, by whatever names a client. The caller holds a lock."""
+    """Accounts of those that are connected: by session, and by subject too where there is one. The caller holds a
+    lock."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._accounts: dict[str | bytes, Account] = {}
+        self.together = bounds.together()
+        self._clients: dict[tuple[str, bytes], Account] = {}
+        self._subjects: dict[str, Account] = {}
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        return len(self._clients)
 
-    def enter(self, who: str | bytes, now: float) -> Account:
-        """One more connection. Raises :class:`Busy` at the bound."""
-        account = self._accounts.get(who)
-        if account is None:
-            account = self._accounts[who] = Account(self.bounds, now)
+    def enter(self, subject: str, session: bytes, now: float) -> Account:
+        """One more connection; ``subject`` "" where tickets are off. Raises :class:`Busy` at a bound."""
+        whole = self._subjects.get(subject)
+        if whole is None and subject:
+            whole = Account(self.together, now)
+        account = self._clients.get((subject, session)) or Account(self.bounds, now, whole)
         if account.connections >= self.bounds.connections:
             raise Busy(f"a client has at most {self.bounds.connections} connections here: close some")
+        if whole is not None:
+            if whole.connections >= self.together.connections:
+                raise Busy(
+                    f"all clients of {subject} have at most {self.together.connections} connections here together: "
+                    "close some, or give some of them a token of their own"
+                )
+            whole.connections += 1
+            self._subjects[subject] = whole
         account.connections += 1
+        self._clients[subject, session] = account
         return account
 
-    def leave(self, who: str | bytes) -> None:
+    def leave(self, subject: str, session: bytes) -> None:
         """One connection less."""
-        account = self._accounts[who]
+        account = self._clients[subject, session]
         account.connections -= 1
         if not account.connections:
-            del self._accounts[who]
+            del self._clients[subject, session]
+        whole = self._subjects.get(subject)
+        if whole is not None:
+            whole.connections -= 1
+            if not whole.connections:
+                del self._subjects[subject]
 
     def check(self) -> None:
-        """Assert that only those that are connected are known, each within its bound."""
-        for who, account in self._accounts.items():
-            assert 0 < account.connections <= self.bounds.connections, (who, account.connections)
-            assert account._tokens <= self.bounds.burst, who
+        """Assert that only those that are connected are known, each within its bound, and that sums agree."""
+        sums: dict[str, int] = {}
+        for (subject, session), account in self._clients.items():
+            assert 0 < account.connections <= self.bounds.connections, (subject, account.connections)
+            assert account._tokens <= self.bounds.burst, (subject, session)
+            assert account._whole is self._subjects.get(subject), subject
+            if subject:
+                sums[subject] = sums.get(subject, 0) + account.connections
+        assert sums == {subject: whole.connections for subject, whole in self._subjects.items()}
+        assert all(count <= self.together.connections for count in sums.values())

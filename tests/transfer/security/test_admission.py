@@ -348,8 +348,9 @@ def test_strangers_that_hang_about_keep_nobody_out(open_door: Callable[..., Door
 
 def test_too_many_requests_are_refused_and_the_connection_stays(open_door: Callable[..., Door], keys: KeyFile) -> None:
     door = open_door(Bounds(requests_s=0.001, burst=4))
-    first, second = enter(door, keys), enter(door, keys)
-    other = enter(door, keys, "another")
+    session = os.urandom(16)
+    first, second = enter(door, keys, session=session), enter(door, keys, session=session)
+    other = enter(door, keys)
     for connection in (first, second):
         for _ in range(2):
             assert connection.call(Kind.LOOKUP, b"").kind == Kind.LOOKUP_OK

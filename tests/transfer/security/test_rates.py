@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.proto.errors import Busy, ConfigError
-from kvstrata.transfer.security.rates import NO_BOUND, USUAL, Account, AccountBook, Bounds, bounds_of
+from kvstrata.transfer.security.rates import (
+    CLIENTS_OF_A_SUBJECT,
+    CONNECTIONS_OF_A_SUBJECT,
+    NO_BOUND,
+    USUAL,
+    Account,
+    AccountBook,
+    Bounds,
+    bounds_of,
+)
 
 GAPS = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=200)
 
@@ -34,28 +45,52 @@ def test_who_keeps_to_the_rate_is_never_refused(gaps: list[float], rate: float, 
         assert account.take(now)
 
 
-@given(steps=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60), bound=st.integers(1, 4))
-def test_accounts_are_of_those_that_are_connected(steps: list[tuple[str, bool]], bound: int) -> None:
-    book, model = AccountBook(Bounds(connections=bound)), {}
+WHO = st.tuples(st.sampled_from(("", "a", "b")), st.sampled_from((b"1", b"2", b"3")))
+
+
+@given(steps=st.lists(st.tuples(WHO, st.booleans()), max_size=60), bound=st.integers(1, 4), together=st.integers(1, 6))
+def test_accounts_are_of_those_that_are_connected(
+    steps: list[tuple[tuple[str, bytes], bool]], bound: int, together: int
+) -> None:
+    book, model = AccountBook(Bounds(connections=bound)), Counter[tuple[str, bytes]]()
+    book.together = Bounds(connections=together)
     for who, comes in steps:
-        have = model.get(who, 0)
+        of_subject = sum(count for (subject, _), count in model.items() if subject == who[0])
         if not comes:
-            if have:
-                book.leave(who)
-                model[who] = have - 1
-        elif have == bound:
+            if model[who]:
+                book.leave(*who)
+                model[who] -= 1
+        elif model[who] == bound or (who[0] and of_subject == together):
             with pytest.raises(Busy):
-                book.enter(who, 0.0)
+                book.enter(*who, 0.0)
         else:
-            book.enter(who, 0.0)
-            model[who] = have + 1
+            book.enter(*who, 0.0)
+            model[who] += 1
         book.check()
         assert len(book) == sum(count > 0 for count in model.values())
 
 
-def test_connections_of_one_client_share_its_account() -> None:
+def test_connections_of_one_client_share_its_account_and_others_of_its_subject_have_their_own() -> None:
     book = AccountBook(USUAL)
-    assert book.enter("a", 0.0) is book.enter("a", 0.0) is not book.enter("b", 0.0)
+    mine = book.enter("a", b"1", 0.0)
+    assert book.enter("a", b"1", 0.0) is mine
+    assert book.enter("a", b"2", 0.0) is not mine and book.enter("b", b"1", 0.0) is not mine
+
+
+def test_a_fleet_of_one_token_is_bounded_together_and_far_wider() -> None:
+    book = AccountBook(Bounds(requests_s=0.001, burst=2))
+    fleet = [book.enter("fleet", bytes([each]) * 16, 0.0) for each in range(80) for _ in range(16)]
+    assert sum(account.take(0.0) for account in fleet for _ in range(3)) == 2 * CLIENTS_OF_A_SUBJECT
+    assert book.enter("another", b"x", 0.0).take(0.0)
+    with pytest.raises(Busy, match="fleet have at most"):
+        for each in range(CONNECTIONS_OF_A_SUBJECT):
+            book.enter("fleet", each.to_bytes(16, "big"), 0.0)
+    book.check()
+
+
+def test_without_a_bound_there_is_none_together() -> None:
+    free = bounds_of(0, 0).together()
+    assert free.connections >= NO_BOUND and free.requests_s >= NO_BOUND
 
 
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"requests_s": 0.0}, {"burst": 0}, {"unproved": 0}])
