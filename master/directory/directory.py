@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvstrata.master.content.misses import LEFT_REASONS, MissReason
 from kvstrata.master.directory.ghosts import Ghost, Ghosts
 from kvstrata.master.directory.graves import Graves
-from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, HolderSets, Ids
+from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, Holders, HolderSets, Ids
 from kvstrata.master.directory.probing import Keys, Remap
 from kvstrata.master.directory.routes import Routes
 from kvstrata.master.directory.table import BEGIN, Cursor, Table
@@ -414,6 +414,14 @@ class Directory:
     def holders_of(self, set_id: int) -> list[tuple[int, int]]:
         """(slot, tier) of each holder in a set; ``HIDDEN`` stands for a tier that a reader did not find."""
         return [(code >> 2, code & 3) for code in self.holders.holders(set_id) if code < GHOST]
+
+    def holder_sets(self, ids: Ids) -> dict[int, Holders]:
+        """The holders of each set in ``ids``, by its id; ghosts have none. O(len(ids)); good when the lock is gone."""
+        # A mask in place of np.unique, which sorts: this runs under the lock.
+        seen = np.zeros(self.holders.size, dtype=np.bool_)
+        seen[ids] = True
+        sets = {set_id: self.holders.holders(set_id) for set_id in np.flatnonzero(seen).tolist()}
+        return {set_id: () if held and held[-1] >= GHOST else held for set_id, held in sets.items()}
 
     def entries(self, key: TableKey, cursor: Cursor, count: int) -> tuple[Keys, Ids, Cursor | None]:
         """Blocks in the next ``count`` slots of a table, no ghosts: as :meth:`Table.entries`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.client_calls import whole_hashes
-from kvstrata.master.directory.directory import TableKey, prefix_length
-from kvstrata.master.directory.holders import HIDDEN
+from kvstrata.master.directory.directory import prefix_length
+from kvstrata.master.directory.holders import HIDDEN, Holders, Ids
+from kvstrata.master.directory.probing import Keys
 from kvstrata.master.directory.table import fold
 from kvstrata.master.hub import Hub
 from kvstrata.master.index.engine_events import EngineEvents, EngineState
@@ -44,20 +45,67 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
-    """What the pool has of a chain: ``present`` in all shards, ``held`` by (slot, tier) in the asked one."""
+class _Found:
+    """What is copied under the lock: ``present`` in all shards; of the asked one ``ids`` and the ``sets`` they name."""
 
     present: Bools
-    held: Mapping[tuple[int, int], Bools]
+    ids: Ids
+    sets: Mapping[int, Holders]
     facts: Mapping[int, NodeFacts]
+
+
+class _Pool:
+    """What the pool has of a chain. Blocks that the same nodes have count together: O(blocks, and holders of each set
+    of them)."""
+
+    def __init__(self, found: _Found) -> None:
+        self.present, self.facts = found.present, found.facts
+        unique, first, inverse = np.unique(found.ids, return_index=True, return_inverse=True)
+        by_first = np.argsort(first)
+        #: Where each set is first met, ascending; what follows names sets by their place in it.
+        self._first = first[by_first]
+        self._of_block = np.argsort(by_first)[inverse]
+        self._blocks = np.bincount(self._of_block, minlength=len(unique))
+        #: By slot: the sets that name it, ascending, with whether its memory and its SSD have them.
+        self.held: dict[int, dict[int, int]] = {}
+        for number, set_id in enumerate(unique[by_first].tolist()):
+            for code in found.sets[set_id]:
+                slot, tier = code >> 2, code & 3
+                if slot in found.facts and tier != HIDDEN:
+                    tiers = self.held.setdefault(slot, {})
+                    tiers[number] = tiers.get(number, 0) | 1 << tier
+        self._near: dict[str, Bools] = {}
 
     def on_host(self, boot_id: str) -> Bools:
         """Blocks that a node of this host has."""
-        near = np.zeros(len(self.present), dtype=np.bool_)
-        for (slot, _), held in self.held.items():
-            if boot_id and self.facts[slot].boot_id == boot_id:
-                near |= held
-        return near
+        if boot_id not in self._near:
+            near = np.zeros(len(self._first), dtype=np.bool_)
+            for slot, sets in self.held.items():
+                if boot_id and self.facts[slot].boot_id == boot_id:
+                    near[list(sets)] = True
+            self._near[boot_id] = near[self._of_block]
+        return self._near[boot_id]
+
+    def nodes(self) -> list[control.RouteNode]:
+        return [self._node(slot) for slot in sorted(self.held)]
+
+    def _node(self, slot: int) -> control.RouteNode:
+        facts, sets = self.facts[slot], self.held[slot]
+        dram = [number for number, tiers in sets.items() if tiers & 1 << Tier.DRAM]
+        ssd = [number for number, tiers in sets.items() if tiers & 1 << Tier.SSD and not tiers & 1 << Tier.DRAM]
+        return control.RouteNode(
+            node_id=facts.node_id,
+            prefix_blocks=self._prefix(sorted({*dram, *ssd})),
+            dram_blocks=int(self._blocks[dram].sum()),
+            ssd_blocks=int(self._blocks[ssd].sum()),
+            host=facts.host,
+            boot_id=facts.boot_id,
+        )
+
+    def _prefix(self, sets: Sequence[int]) -> int:
+        """Blocks before the first one of another set."""
+        other = next((number for number, mine in enumerate(sets) if mine != number), len(sets))
+        return int(self._first[other]) if other < len(self._first) else len(self.present)
 
 
 class Routing:
@@ -76,11 +124,12 @@ class Routing:
         check_salt(query.salt)
         whole_hashes(query.hashes, namespace.hash_bytes)
         _check_loads(query.loads)
-        pool = self._hub.read(lambda state, now: _pool(state, namespace, query.salt, query.hashes))
+        keys = fold(query.hashes, namespace.hash_bytes)
+        pool = _Pool(self._hub.read(lambda state, now: _look(state, namespace, query.salt, keys)))
         tails = [tail(block_hash) for block_hash in split_hashes(query.hashes, namespace.hash_bytes)]
         engines = [self._engine(state, pool, query.loads) for state in self._states(query, tails)]
         engines.sort(key=lambda row: (row.state != "live", -row.score, row.load, row.name))
-        nodes = sorted(_nodes(pool), key=lambda row: (-row.prefix_blocks, -row.dram_blocks, row.node_id))
+        nodes = sorted(pool.nodes(), key=lambda row: (-row.prefix_blocks, -row.dram_blocks, row.node_id))
         problem = "; ".join(self._engines.problems()) if self._engines is not None else _NO_ENGINES
         return control.RouteAnswer(
             asked=len(tails), pool_blocks=prefix_length(pool.present), engines=engines, nodes=nodes, problem=problem
@@ -124,36 +173,10 @@ def _check_loads(loads: Mapping[str, float]) -> None:
         raise InvalidArgument(f"loads are from 0 to 1, of at most {ENGINES_MAX} engines")
 
 
-def _pool(state: MasterState, namespace: Namespace, salt: str, hashes: bytes) -> _Pool:
-    keys = fold(hashes, namespace.hash_bytes)
+def _look(state: MasterState, namespace: Namespace, salt: str, keys: Keys) -> _Found:
     group = state.namespaces.find(namespace)
     if group is None:
-        return _Pool(np.zeros(len(keys), dtype=np.bool_), {}, {})
-    directory, facts = state.directory, state.membership.slot_facts
+        return _Found(np.zeros(len(keys), dtype=np.bool_), np.zeros(len(keys), dtype=np.uint32), {0: ()}, {})
+    directory = state.directory
     found = directory.lookup(group.number, namespace.shard, namespace.shard_count, salt, keys)
-    ids = directory.known_ids(TableKey(group.number, namespace.shard, salt), keys)
-    codes = {set_id: directory.holders_of(set_id) for set_id in np.unique(ids).tolist()}
-    held: dict[tuple[int, int], Bools] = {}
-    for slot, tier in {code for each in codes.values() for code in each}:
-        if slot in facts and tier != HIDDEN:
-            held[slot, tier] = np.isin(ids, [set_id for set_id, each in codes.items() if (slot, tier) in each])
-    return _Pool(found.present, held, facts)
-
-
-def _nodes(pool: _Pool) -> list[control.RouteNode]:
-    rows = []
-    nothing = np.zeros(len(pool.present), dtype=np.bool_)
-    for slot in sorted({slot for slot, _ in pool.held}):
-        dram, ssd = (pool.held.get((slot, tier), nothing) for tier in (Tier.DRAM, Tier.SSD))
-        facts = pool.facts[slot]
-        rows.append(
-            control.RouteNode(
-                node_id=facts.node_id,
-                prefix_blocks=prefix_length(dram | ssd),
-                dram_blocks=int(np.count_nonzero(dram)),
-                ssd_blocks=int(np.count_nonzero(ssd & ~dram)),
-                host=facts.host,
-                boot_id=facts.boot_id,
-            )
-        )
-    return rows
+    return _Found(found.present, found.ids, directory.holder_sets(found.ids), state.membership.slot_facts)

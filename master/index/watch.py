@@ -82,8 +82,13 @@ class Watchers:
                 sequence, live = follower.sequence(), False
                 yield control.IndexMessage(epoch=self.epoch, sequence=sequence, reset=reason)
                 yield self._message(names, sequence, [Entry(Kind.NODES, nodes=follower.nodes())])
-                for piece in scan(self._hub, wanted):
-                    yield self._message(names, sequence, piece)
+                told_at = time.monotonic()
+                for part in scan(self._hub, wanted):
+                    if not active():
+                        return
+                    if part or time.monotonic() - told_at >= ALIVE_S:
+                        told_at = time.monotonic()
+                        yield self._message(names, sequence, part)
                 until, reason = follower.sequence(), ""
             entries = follower.since(sequence)
             if entries is None:

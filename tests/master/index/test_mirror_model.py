@@ -77,9 +77,11 @@ class Watcher:
         for table in [key for key, _ in self._state.directory.tables()]:
             cursor: Any = BEGIN
             while cursor is not None:
-                entries, cursor = scan_module.piece(self._state.directory, table, cursor)
-                self._say(entries)
-                yield
+                read, cursor = scan_module.piece(self._state.directory, table, cursor)
+                yield  # entries are made of it later, when the directory has gone on
+                for entries in read.parts():
+                    self._say(entries)
+                    yield
         self.until = self._state.index.sequence
 
     def step(self, count: int) -> bool:
@@ -270,6 +272,7 @@ def same(mirror: IndexMirror, state: MasterState) -> None:
 def short_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "LOG_ENTRIES_MAX", 12)
     monkeypatch.setattr(scan_module, "SLOTS_A_PIECE", 16)
+    monkeypatch.setattr(scan_module, "REPLICAS_A_PART", 3)
 
 
 TestMirror = World.TestCase

@@ -6,6 +6,8 @@ import random
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstrata.master import messages as m
 from kvstrata.master.hub import Hub
@@ -125,3 +127,26 @@ def test_what_is_unknown_has_nothing_and_what_is_wrong_is_refused(pool: Pool) ->
             pool.route(1, loads={"a": load})
     without = Routing(pool.hub, None, lambda name: None).route(control.RouteQuery(spec=NS.to_spec()))
     assert "--engine-events" in without.problem and not without.engines
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_nodes_and_hosts_are_counted_as_block_by_block(seed: int, blocks: int) -> None:
+    pool, rng = Pool(), random.Random(seed)
+    pool.engines.has("near")
+    holds: dict[str, tuple[set[int], set[int]]] = {}
+    for number in range(4):
+        dram, ssd = ({n for n in range(blocks) if rng.random() < rng.choice([0.3, 0.95])} for _ in range(2))
+        holds[f"n{number}"] = dram, ssd
+        tiers = [m.Holding(NS, "", tier, packed(*sorted(has)), 0) for tier, has in enumerate((dram, ssd)) if has]
+        pool.node(f"n{number}", f"host {'ab'[number % 2]}", *tiers)
+    answer = pool.route(*range(blocks))
+    prefix = {
+        name: next((n for n in range(blocks) if n not in dram | ssd), blocks) for name, (dram, ssd) in holds.items()
+    }
+    assert {row.node_id: (row.prefix_blocks, row.dram_blocks, row.ssd_blocks) for row in answer.nodes} == {
+        name: (prefix[name], len(dram), len(ssd - dram)) for name, (dram, ssd) in holds.items() if dram | ssd
+    }
+    (engine,) = answer.engines
+    near = set().union(*holds["n0"], *holds["n2"])
+    assert engine.near_blocks == len(near & set(range(engine.pool_blocks)))
