@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,6 +24,15 @@ BLOCK_BYTES = 64 << 10
 #: Blocks that fit into the node's memory.
 DRAM = "8MiB"
 FIT = 100
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
+    """Of tests that leave it as it was, each with a namespace of its own."""
+    pool = RealPool(tmp_path_factory.mktemp("counted"))
+    yield pool
+    pool.end()
+
 
 Values = dict[str, dict[tuple[str, ...], float]]
 
@@ -135,66 +147,99 @@ def test_each_block_is_counted_once_on_every_side(tmp_path: Path) -> None:
         pool.end()
 
 
-def test_pages_in_openmetrics_have_exemplars_and_the_same_numbers(tmp_path: Path) -> None:
-    pool = RealPool(tmp_path)
-    try:
-        with Client(pool.address, name="engine-7") as client:
-            ns = client.namespace("model/pages", block_bytes=BLOCK_BYTES, block_tokens=16)
-            client.lookup(ns, "s", keys(3), request="chatcmpl-1")
-            asked_for = "application/openmetrics-text; version=1.0.0"
-            families = {family.name: family for family in openmetrics(scraped(pool.daemons["master"], asked_for))}
-            named = [s.exemplar.labels for s in families["kvstrata_master_lookup_seconds"].samples if s.exemplar]
-            assert {"request": "chatcmpl-1"} in named
-            assert list(openmetrics(scraped(pool.node(), asked_for)))
-            plain = scraped(pool.daemons["master"])
-            assert "chatcmpl-1" not in plain and parsed(plain)["kvstrata_master_blocks_asked_total"][()] == 3
-
-            registry = CollectorRegistry(auto_describe=True)
-            registry.register(CLIENTS)
-            page = parsed(generate_latest(registry).decode(), without="")
-            assert page["kvstrata_client_blocks_asked_total"]["lookup", "engine-7"] == 3
-            with Client(pool.address, name="engine-7") as second:
-                second.lookup(ns, "s", keys(2))
-                page = parsed(generate_latest(registry).decode(), without="")
-                assert page["kvstrata_client_blocks_asked_total"]["lookup", "engine-7"] == 5
-                mine = client.metrics()
-        page = parsed(generate_latest(registry).decode(), without="")
-        assert ("lookup", "engine-7") not in page.get("kvstrata_client_blocks_asked_total", {})
-        assert list(mine.collect())
-        try:
-            client.metrics()
-            raise AssertionError("a closed client has metrics")
-        except Closed:
-            pass
-    finally:
-        pool.end()
-
-
-def test_corrupt_blocks_are_misses_with_their_reason(tmp_path: Path) -> None:
-    pool = RealPool(tmp_path)
+def test_hits_on_ssd_and_loads_that_are_late_are_counted_once_on_every_side(tmp_path: Path) -> None:
+    ssd = ("--slab", "1MiB", "--ssd", f"{tmp_path / 'ssd'}=64MiB", "--ssd-policy", "write-through")
+    pool = RealPool(tmp_path, 1, DRAM, options=ssd)
     try:
         with Client(pool.address, transport="tcp", transfer_deadline_ms=10_000) as client:
-            ns = client.namespace("model/wrong", block_bytes=BLOCK_BYTES, block_tokens=16)
-            hashes = keys(4)
-            data = payload(hashes, "s", BLOCK_BYTES)
-            assert client.store(ns, "s", hashes, client.register(data).rows(ns)).stored.all()
-            until(lambda: client.lookup(ns, "s", hashes).hit_blocks == 4)
-            (known,) = client._peers.all()
-            peer: Any = known.peer
-            while hasattr(peer, "inner"):
-                peer = peer.inner
+            ns = client.namespace("model/tiers", block_bytes=BLOCK_BYTES, block_tokens=16)
+            chains = [keys(FIT // 2, f"chain/{index}") for index in range(4)]
+            rows = [client.register(payload(hashes, "s", BLOCK_BYTES)).rows(ns) for hashes in chains]
+            for hashes, blocks in zip(chains, rows, strict=True):
+                assert client.store(ns, "s", hashes, blocks).stored.all()
+            until(lambda: all(client.lookup(ns, "s", hashes).hit_blocks == FIT // 2 for hashes in chains))
+            for hashes, blocks in zip(chains, rows, strict=True):
+                assert client.load(ns, "s", hashes, blocks).loaded.all()
+            sides = Sides(pool, client)
+            sides.agree()
+            # What was read ahead is in memory when it is fetched: the two sides may tell its tier differently.
+            assert total(sides.client, "kvstrata_client_block_hits_total", "load", "ssd") > 0
+            assert total(sides.node, "kvstrata_node_read_blocks_total", "hit_ssd") > 0
+            assert total(sides.client, "kvstrata_client_block_hits_total", "load") == 4 * (FIT // 2)
+            assert total(sides.master, "kvstrata_master_block_hits_total", "ssd") > 0
 
-            def flip(blocks: BlockView, index: int) -> None:
-                blocks.region.bytes[int(blocks.table[index, 0, 0])] ^= 1
-
-            peer.tamper = flip
-            got = client.load(ns, "s", hashes, client.register(np.zeros_like(data)).rows(ns))
-            assert not got.loaded.any()
-            found = of_client(client)
-            (reason,) = {labels[1] for labels in found["kvstrata_client_block_misses_total"] if labels[0] == "load"}
-            assert reason == "corrupt"
-            assert total(found, "kvstrata_client_block_misses_total", "load") == 4
-            assert total(found, "kvstrata_client_blocks_asked_total", "load") == 4
-            assert total(found, "kvstrata_client_block_hits_total", "load") == 0
+            with Client(pool.address, transport="tcp", transfer_deadline_ms=1000) as hasty:
+                rows[0] = hasty.register(payload(chains[0], "s", BLOCK_BYTES)).rows(ns)
+                hasty_ns = hasty.namespace("model/tiers", block_bytes=BLOCK_BYTES, block_tokens=16)
+                assert hasty.lookup(hasty_ns, "s", chains[0]).hit_blocks == FIT // 2
+                pool.node().process.send_signal(signal.SIGSTOP)
+                try:
+                    late = hasty.load(hasty_ns, "s", chains[0], rows[0])
+                finally:
+                    pool.node().process.send_signal(signal.SIGCONT)
+                assert not late.loaded.any() and set(late.reasons) <= {"late", "node_lost"}, late.reasons
+                mine = of_client(hasty)
+                lost = sum(total(mine, "kvstrata_client_block_misses_total", "load", why) for why in late.reasons)
+                assert lost == FIT // 2 == total(mine, "kvstrata_client_block_misses_total", "load")
+                assert total(mine, "kvstrata_client_blocks_asked_total", "load") == FIT // 2
+                assert total(mine, "kvstrata_client_block_hits_total", "load") == 0
     finally:
         pool.end()
+
+
+def test_pages_in_openmetrics_have_exemplars_and_the_same_numbers(pool: RealPool) -> None:
+    before = parsed(scraped(pool.daemons["master"]))["kvstrata_master_blocks_asked_total"][()]
+    with Client(pool.address, name="engine-7") as client:
+        ns = client.namespace("model/pages", block_bytes=BLOCK_BYTES, block_tokens=16)
+        client.lookup(ns, "s", keys(3), request="chatcmpl-1")
+        asked_for = "application/openmetrics-text; version=1.0.0"
+        families = {family.name: family for family in openmetrics(scraped(pool.daemons["master"], asked_for))}
+        named = [s.exemplar.labels for s in families["kvstrata_master_lookup_seconds"].samples if s.exemplar]
+        assert {"request": "chatcmpl-1"} in named
+        assert list(openmetrics(scraped(pool.node(), asked_for)))
+        plain = scraped(pool.daemons["master"])
+        assert "chatcmpl-1" not in plain and parsed(plain)["kvstrata_master_blocks_asked_total"][()] == before + 3
+
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(CLIENTS)
+        page = parsed(generate_latest(registry).decode(), without="")
+        assert page["kvstrata_client_blocks_asked_total"]["lookup", "engine-7"] == 3
+        with Client(pool.address, name="engine-7") as second:
+            second.lookup(ns, "s", keys(2))
+            page = parsed(generate_latest(registry).decode(), without="")
+            assert page["kvstrata_client_blocks_asked_total"]["lookup", "engine-7"] == 5
+            mine = client.metrics()
+    page = parsed(generate_latest(registry).decode(), without="")
+    assert ("lookup", "engine-7") not in page.get("kvstrata_client_blocks_asked_total", {})
+    assert list(mine.collect())
+    try:
+        client.metrics()
+        raise AssertionError("a closed client has metrics")
+    except Closed:
+        pass
+
+
+def test_corrupt_blocks_are_misses_with_their_reason(pool: RealPool) -> None:
+    with Client(pool.address, transport="tcp", transfer_deadline_ms=10_000) as client:
+        ns = client.namespace("model/wrong", block_bytes=BLOCK_BYTES, block_tokens=16)
+        hashes = keys(4)
+        data = payload(hashes, "s", BLOCK_BYTES)
+        assert client.store(ns, "s", hashes, client.register(data).rows(ns)).stored.all()
+        until(lambda: client.lookup(ns, "s", hashes).hit_blocks == 4)
+        (known,) = client._peers.all()
+        peer: Any = known.peer
+        while hasattr(peer, "inner"):
+            peer = peer.inner
+
+        def flip(blocks: BlockView, index: int) -> None:
+            blocks.region.bytes[int(blocks.table[index, 0, 0])] ^= 1
+
+        peer.tamper = flip
+        got = client.load(ns, "s", hashes, client.register(np.zeros_like(data)).rows(ns))
+        assert not got.loaded.any()
+        found = of_client(client)
+        (reason,) = {labels[1] for labels in found["kvstrata_client_block_misses_total"] if labels[0] == "load"}
+        assert reason == "corrupt"
+        assert total(found, "kvstrata_client_block_misses_total", "load") == 4
+        assert total(found, "kvstrata_client_blocks_asked_total", "load") == 4
+        assert total(found, "kvstrata_client_block_hits_total", "load") == 0
