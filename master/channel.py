@@ -96,7 +96,7 @@ class MasterChannel:
     def _open_namespace(self, connection: ServerConnection, frame: Frame) -> Reply:
         request = expect(pb.OpenNamespace, frame, Kind.OPEN_NAMESPACE)
         connection.rights.touch_group(request.spec.group)
-        opened = self._calls.open_namespace(Namespace.from_spec(request.spec))
+        opened = self._calls.open_namespace(Namespace.from_spec(request.spec), connection.rights.accountable)
         answer = pb.NamespaceHandle(handle=opened.handle, epoch=opened.group.epoch)
         return Reply(Kind.NAMESPACE_HANDLE, answer.SerializeToString())
 

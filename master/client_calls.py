@@ -39,9 +39,9 @@ class ClientCalls:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    def open_namespace(self, namespace: Namespace) -> Opened:
-        """Register a namespace and name it. Raises as :meth:`MasterState.open_namespace`."""
-        return self._hub.change(lambda state, now: state.open_namespace(namespace))
+    def open_namespace(self, namespace: Namespace, by: str = "") -> Opened:
+        """Register a namespace and name it, for the subject ``by``. Raises as :meth:`MasterState.open_namespace`."""
+        return self._hub.change(lambda state, now: state.open_namespace(namespace, by))
 
     def opened(self, handle: int) -> Opened:
         """What a handle names. Raises as :meth:`Namespaces.by_handle`."""

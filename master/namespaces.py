@@ -6,6 +6,7 @@ by the old number is out of reach at once. Handles stay: they name the group, no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,6 +16,9 @@ from kvstrata.proto.keys import Namespace
 
 GROUPS_MAX: Final = 4096
 HANDLES_MAX: Final = 1 << 16
+#: Of those that are new to this process, one subject opens no more than these: what is left is for others.
+GROUPS_OF_A_SUBJECT: Final = GROUPS_MAX // 16
+HANDLES_OF_A_SUBJECT: Final = HANDLES_MAX // 16
 #: Epochs count bumps; a number past this was never one.
 EPOCH_MAX: Final = 1 << 62
 
@@ -65,6 +69,8 @@ class Namespaces:
         self._numbers = 0
         self._handles: dict[tuple[str, int], int] = {}
         self._opened: list[Opened] = []
+        self._groups_by: Counter[str] = Counter()
+        self._handles_by: Counter[str] = Counter()
         self._told: dict[str, int] = {}  #: epochs that nodes know of groups that this master does not
 
     @property
@@ -93,11 +99,12 @@ class Namespaces:
         self._numbers += 1
         self._groups[group.name] = self._by_number[group.number] = group
 
-    def register(self, namespace: Namespace) -> tuple[Group, bool]:
-        """The group of ``namespace``, and whether it is new (to be made durable).
+    def register(self, namespace: Namespace, by: str = "") -> tuple[Group, bool]:
+        """The group of ``namespace``, and whether it is new (to be made durable). ``by``: the subject of who opens it;
+        "" is not counted.
 
         Raises :class:`FingerprintMismatch` when the group is known with another layout, :class:`Busy`
-        when there are ``GROUPS_MAX`` of them.
+        when there are ``GROUPS_MAX`` of them, or ``GROUPS_OF_A_SUBJECT`` of this one.
         """
         group = self._groups.get(namespace.group)
         if group is not None:
@@ -106,6 +113,8 @@ class Namespaces:
             return group, False
         if len(self._groups) >= GROUPS_MAX:
             raise Busy(f"{GROUPS_MAX} namespace groups are known, which is the bound: group {namespace.group!r}")
+        if by:
+            _count(self._groups_by, by, GROUPS_OF_A_SUBJECT, "namespace groups")
         self.restore(namespace, epoch=self._told.pop(namespace.group, 0))
         return self._groups[namespace.group], True
 
@@ -159,14 +168,16 @@ class Namespaces:
 
     # ------------------------------------------------------------------ handles
 
-    def open(self, namespace: Namespace) -> Opened:
-        """The handle of a registered namespace."""
+    def open(self, namespace: Namespace, by: str = "") -> Opened:
+        """The handle of a registered namespace. Raises :class:`Busy` at a bound, as :meth:`register`."""
         group = self._groups[namespace.group]
         key = (group.name, namespace.shard)
         handle = self._handles.get(key)
         if handle is None:
             if len(self._opened) >= HANDLES_MAX:
                 raise Busy(f"{HANDLES_MAX} namespaces are open, which is the bound")
+            if by:
+                _count(self._handles_by, by, HANDLES_OF_A_SUBJECT, "namespaces")
             handle = self._handles[key] = len(self._opened) + 1
             self._opened.append(Opened(handle, namespace, group))
         return self._opened[handle - 1]
@@ -184,6 +195,18 @@ class Namespaces:
         assert len({group.first for group in self._groups.values()}) == len(self._groups)
         assert all(group.number < self._numbers for group in self._groups.values())
         assert not self._told.keys() & self._groups.keys()
+        assert all(0 < count <= GROUPS_OF_A_SUBJECT for count in self._groups_by.values())
+        assert all(0 < count <= HANDLES_OF_A_SUBJECT for count in self._handles_by.values())
+        assert self._groups_by.total() <= len(self._groups) and self._handles_by.total() <= len(self._opened)
+
+
+def _count(counts: Counter[str], by: str, most: int, what: str) -> None:
+    if counts[by] >= most:
+        raise Busy(
+            f"{by} has opened {most} {what} that were new to this master, which is the bound of one token until the "
+            "master is restarted: use those, or another token"
+        )
+    counts[by] += 1
 
 
 def _mismatch(group: Group, namespace: Namespace) -> str:

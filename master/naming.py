@@ -25,9 +25,9 @@ class Naming:
         self._clearing = clearing
         self._emit = emit
 
-    def register(self, namespace: Namespace) -> Group:
+    def register(self, namespace: Namespace, by: str = "") -> Group:
         """The group of a namespace; a new one is made durable. Raises as :meth:`Namespaces.register`."""
-        group, new = self._namespaces.register(namespace)
+        group, new = self._namespaces.register(namespace, by)
         if new:
             self._emit(m.SaveGroup(namespace, group.epoch))
         return group

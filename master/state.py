@@ -261,10 +261,10 @@ class MasterState:
 
     # ------------------------------------------------------------------ what clients change
 
-    def open_namespace(self, namespace: Namespace) -> tuple[Opened, list[m.Command]]:
-        """Register and name a namespace. Raises :class:`FingerprintMismatch` or :class:`Busy`."""
-        self._naming.register(namespace)
-        return self.namespaces.open(namespace), self._take_out()
+    def open_namespace(self, namespace: Namespace, by: str = "") -> tuple[Opened, list[m.Command]]:
+        """Register and name a namespace. Raises as :meth:`Namespaces.register`."""
+        self._naming.register(namespace, by)
+        return self.namespaces.open(namespace, by), self._take_out()
 
     def remove(self, namespace: Namespace, salt: str, hashes: bytes, now: float) -> tuple[Removal, list[m.Command]]:
         """Remove blocks of one shard everywhere: see :meth:`Removals.order`."""

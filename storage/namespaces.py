@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -10,6 +11,8 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.storage.records import NamespaceEntry
 
 NAMESPACES_MAX: Final = 16_384
+#: Of those that are new to this process, one subject opens no more than this: what is left is for others.
+NAMESPACES_OF_A_SUBJECT: Final = NAMESPACES_MAX // 16
 
 
 class NamespaceBook:
@@ -20,6 +23,7 @@ class NamespaceBook:
         self._entries: list[NamespaceEntry] = []
         self._groups: dict[str, list[NamespaceEntry]] = {}
         self._epochs: dict[str, int] = {}
+        self._opened_by: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -30,13 +34,21 @@ class NamespaceBook:
     def find(self, namespace: Namespace) -> NamespaceEntry | None:
         return self._handles.get(namespace)
 
-    def open(self, namespace: Namespace) -> tuple[NamespaceEntry, bool]:
-        """(its entry, whether it is a new one). Raises :class:`Busy` at the bound."""
+    def open(self, namespace: Namespace, by: str = "") -> tuple[NamespaceEntry, bool]:
+        """(its entry, whether it is a new one). ``by``: the subject of who opens it; "" is not counted. Raises
+        :class:`Busy` at the bound, or that of a subject."""
         entry = self._handles.get(namespace)
         if entry is not None:
             return entry, False
         if len(self._entries) >= NAMESPACES_MAX:
             raise Busy(f"this node knows {NAMESPACES_MAX} namespaces: it takes no more until it is restarted")
+        if by:
+            if self._opened_by[by] >= NAMESPACES_OF_A_SUBJECT:
+                raise Busy(
+                    f"{by} has opened {NAMESPACES_OF_A_SUBJECT} namespaces that were new to this node, which is the "
+                    "bound of one token until the node is restarted: use those, or another token"
+                )
+            self._opened_by[by] += 1
         entry = NamespaceEntry(len(self._entries) + 1, namespace, self.epoch(namespace.group))
         self._handles[namespace] = entry
         self._entries.append(entry)
@@ -75,6 +87,8 @@ class NamespaceBook:
         """Assert that handles count up and that every entry is at its group's epoch."""
         assert [entry.handle for entry in self._entries] == list(range(1, len(self._entries) + 1))
         assert sum(len(entries) for entries in self._groups.values()) == len(self._entries) == len(self._handles)
+        assert all(0 < count <= NAMESPACES_OF_A_SUBJECT for count in self._opened_by.values())
+        assert self._opened_by.total() <= len(self._entries)
         for entry in self._entries:
             assert self._handles[entry.namespace] is entry
             assert entry.epoch == self.epoch(entry.namespace.group), (

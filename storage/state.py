@@ -159,9 +159,10 @@ class NodeState:
 
     # ------------------------------------------------------------------ namespaces
 
-    def open_namespace(self, namespace: Namespace) -> tuple[int, int]:
-        """(handle, weight epoch). Handles count from 1 and hold for the life of this state."""
-        entry, fresh = self.known.open(namespace)
+    def open_namespace(self, namespace: Namespace, by: str = "") -> tuple[int, int]:
+        """(handle, weight epoch). Handles count from 1 and hold for the life of this state. Raises as
+        :meth:`NamespaceBook.open`."""
+        entry, fresh = self.known.open(namespace, by)
         if fresh and not self.arena.slots_in_a_slab(entry.slot_bytes):
             log.warning(
                 "blocks larger than a slab",

@@ -96,7 +96,7 @@ class NodeChannel:
         namespace = Namespace.from_spec(parsed(pb.OpenNamespace, frame).spec)
         connection.rights.touch_group(namespace.group)
         with self._lock:
-            handle, epoch = self._state.open_namespace(namespace)
+            handle, epoch = self._state.open_namespace(namespace, connection.rights.accountable)
         return reply(Kind.NAMESPACE_HANDLE, pb.NamespaceHandle(handle=handle, epoch=epoch))
 
     def _node_info(self, connection: ServerConnection, frame: Frame) -> Reply:

@@ -66,6 +66,12 @@ class Rights:
         object.__setattr__(self, "_groups", _any_of(self.groups))
         object.__setattr__(self, "_all", "*" in self.salts and "*" in self.groups)
 
+    @property
+    def accountable(self) -> str:
+        """Whose share of what there is a bounded number of it uses; "" for nodes, which act for all, and where tickets
+        are off."""
+        return "" if self.role is Role.NODE else self.subject
+
     def need(self, role: Role) -> None:
         """Raises :class:`Forbidden` unless this role is, or includes, ``role``."""
         if role not in _INCLUDES[self.role]:
