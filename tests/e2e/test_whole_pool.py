@@ -116,6 +116,12 @@ class Shell:
                     stream.close()
 
 
+def serves(bash: Shell, name: str) -> bool:
+    """It has said that it is ready. One that has ended instead is an error at once."""
+    assert lives(bash.pid(name)), f"{name} has ended\n{bash.logs()}"
+    return " ready: " in (bash.folder / f"{name}.log").read_text()
+
+
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -227,6 +233,8 @@ def test_the_page_from_the_first_command_to_the_last(shell: tuple[Shell, str]) -
     typed = sections()
     for title in ("Secrets", "Redis", "Masters and nodes"):
         bash.type(typed[title])
+    for name in (*(f"master-{n}" for n in MASTERS), *(f"node-{n}" for n in NODES)):
+        until(lambda name=name: serves(bash, name), SECTION_S)  # type: ignore[misc]
     seen = bash.type(typed["Look at it"])
     assert "4 of 4 nodes active" in seen and "HEALTHY" in seen and "\n0 problems, 0 warnings" in seen
     watch = Watch(bash, ports)
