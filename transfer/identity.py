@@ -57,7 +57,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
     if address.startswith(UNIX_PREFIX):
         return socket.AF_UNIX, address[len(UNIX_PREFIX) :]
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgument(f"address {address!r} is not HOST:PORT or unix:PATH")
     host = host.removeprefix("[").removesuffix("]")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))

@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from kvstrata.client.security.credentials import Credentials
-from kvstrata.client.security.fetched import fetch_ticket
-from kvstrata.client.security.https import ANSWER_BYTES_MAX
+from kvstrata.client.security.fetched import FetchedTickets, fetch_ticket
+from kvstrata.client.security.https import ANSWER_BYTES_MAX, request
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, Forbidden, InvalidArgument, KVError, Unauthenticated, Unavailable
 from kvstrata.transfer.loops import Loops
@@ -120,6 +121,55 @@ def test_an_answer_is_bounded(master: FakeMaster) -> None:
     master.answers(200, bytes(ANSWER_BYTES_MAX + 1))
     with pytest.raises(Unavailable, match="more than"):
         fetch(master)
+
+
+@pytest.mark.parametrize("named", ["127.0.0.1:http", "127.0.0.1:²", "127.0.0.1", ":80", "unix:/x", "127.0.0.1:99999"])
+def test_an_endpoint_that_is_none_is_an_absent_master(master: FakeMaster, named: str) -> None:
+    master.http = named
+    with pytest.raises(Unavailable, match="not HOST:PORT"):
+        fetch(master)
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a\0b", "..", "é" * 70, "x y", "a\r\nb"])
+def test_a_host_that_no_name_can_be_is_an_absent_master(master: FakeMaster, host: str) -> None:
+    master.http = f"{host}:80"
+    with pytest.raises(Unavailable):
+        fetch(master, Credentials(token=TOKEN, insecure=True))
+
+
+def test_other_masters_are_asked_when_one_names_nonsense(master: FakeMaster) -> None:
+    master.http = "127.0.0.1:http"
+
+    def ask(address: str, shown: Credentials, deadline: float) -> pb.Ticket:
+        return TICKET if address == "good" else fetch_ticket(address, shown, deadline)
+
+    with FetchedTickets([master.address, "good"], SHOWN, fetch=ask).start() as tickets:
+        assert tickets.current() == TICKET
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 x\r\ncontent-length: 100\r\n\r\n", b"HTTP/1.1 200 x\r\nx-y: "])
+def test_an_answer_that_drips_ends_by_the_deadline(begin: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        over = threading.Event()
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(begin)
+                while not over.wait(0.05):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(Unavailable, match="in time"):
+                request(SHOWN, "GET", f"127.0.0.1:{listener.getsockname()[1]}", "/", deadline=began + 0.3)
+            assert time.monotonic() - began < 3.0
+        finally:
+            over.set()
+            thread.join(5)
 
 
 def test_a_token_is_not_sent_to_a_host_that_a_hello_names(master: FakeMaster) -> None:
