@@ -8,6 +8,7 @@
     |   +-- LeaseExpired         a lease or reservation ended before the transfer did
     |   +-- Busy                 a bound was reached (connections, queue, requests)
     |   +-- TicketExpired        prove a fresh ticket, and call again
+    |   +-- TicketNotYetValid    the hosts' clocks differ; Unavailable by the time callers see it
     |   +-- NotLeader            this master does not lead; the text ends with the leader's address, if there is one
     +-- Refused                  the call as it stands will never succeed
     |   +-- InvalidArgument      wrong size, layout, dtype, range (also a ValueError)
@@ -50,6 +51,10 @@ class Busy(Retryable):
 
 class TicketExpired(Retryable):
     """The ticket that was proved has run out: prove a fresh one on this connection, and call again."""
+
+
+class TicketNotYetValid(Retryable):
+    """The ticket is from the future: the hosts' clocks differ by more than is let pass. It will be good in a while."""
 
 
 class NotLeader(Retryable):
@@ -112,6 +117,7 @@ BY_CODE: dict[str, type[KVError]] = {
         LeaseExpired,
         Busy,
         TicketExpired,
+        TicketNotYetValid,
         NotLeader,
         Refused,
         InvalidArgument,

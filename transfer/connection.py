@@ -18,7 +18,15 @@ from google.protobuf.message import DecodeError, Message
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
-from kvstrata.proto.errors import KVError, ProtocolError, TicketExpired, Unauthenticated, Unavailable, from_code
+from kvstrata.proto.errors import (
+    KVError,
+    ProtocolError,
+    TicketExpired,
+    TicketNotYetValid,
+    Unauthenticated,
+    Unavailable,
+    from_code,
+)
 from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
 from kvstrata.transfer.identity import Identity, parse_address
 from kvstrata.transfer.security.tickets import TicketSource, check_answer, greeting_of, prove
@@ -126,7 +134,8 @@ class Connection:
     def prove(self, ticket: pb.Ticket, deadline: float | None = None) -> None:
         """Show that this side was given ``ticket``, and have the other one show that it has the ticket keys.
 
-        Raises :class:`Unauthenticated` or :class:`TicketExpired` when it is not taken, and as :meth:`call`.
+        Raises :class:`Unauthenticated` or :class:`TicketExpired` when it is not taken, :class:`Unavailable` where it
+        is not good yet, and as :meth:`call`.
         """
         assert self.tickets is not None
         proof = prove(ticket, self.greeting)
@@ -137,6 +146,9 @@ class Connection:
             self.broken |= isinstance(error, Unauthenticated)
             self.tickets.refused(ticket)
             raise
+        except TicketNotYetValid as error:  # another one would be so, too
+            self.broken = True
+            raise Unavailable(str(error)) from error
         self.ticket = ticket
 
     def refresh(self, deadline: float | None = None) -> None:

@@ -84,7 +84,7 @@ class FetchedTickets:
         raise type(problem)(str(problem))
 
     def refused(self, ticket: pb.Ticket) -> None:
-        """Somebody did not take this ticket: have a fresh one fetched now, as the pool's keys may have changed."""
+        """Somebody did not take this ticket: have a fresh one fetched soon, as the pool's keys may have changed."""
         self._holding.refused(ticket, time.monotonic())
         self.loop.wake()
 

@@ -17,6 +17,9 @@ from kvstrata.transfer.security.tickets import CLAIMS_BYTES_MAX
 #: Waits between attempts that failed: they double from the first to the last.
 RETRY_MIN_S: Final = 0.25
 RETRY_MAX_S: Final = 15.0
+#: Time between two tickets that are fetched because somebody did not take the last one; doubles while that goes on.
+REFUSED_MIN_S: Final = 30.0
+REFUSED_MAX_S: Final = 300.0
 #: A ticket whose claims say less is fetched again no sooner.
 LIFE_MIN_S: Final = 1.0
 
@@ -33,6 +36,8 @@ class Holding:
         self.failed = 0
         self._due_at = 0.0
         self._retry_s = RETRY_MIN_S
+        self._heed_at = 0.0
+        self._heed_s = REFUSED_MIN_S
 
     def due(self, now: float) -> bool:
         return now >= self._due_at
@@ -60,13 +65,23 @@ class Holding:
         self.check()
 
     def refused(self, ticket: pb.Ticket, now: float) -> None:
-        """Somebody did not take ``ticket``: a fresh one is due, unless one came meanwhile or an attempt just failed."""
-        if ticket is self.ticket and self.problem is None:
-            self._due_at = min(self._due_at, now)
+        """Somebody did not take ``ticket``: a fresh one is due, unless one came meanwhile, or an attempt just failed.
+
+        At once for the first in a while: who takes none at all does not have them fetched without end."""
+        if ticket is not self.ticket or self.problem is not None:
+            return
+        if now >= self._heed_at + self._heed_s:
+            self._heed_s = REFUSED_MIN_S
+        at = max(now, self._heed_at)
+        if at < self._due_at:
+            self._due_at = at
+            self._heed_at = at + self._heed_s
+            self._heed_s = min(REFUSED_MAX_S, 2 * self._heed_s)
 
     def check(self) -> None:
         """Raises :class:`AssertionError` when it contradicts itself."""
         assert RETRY_MIN_S <= self._retry_s <= RETRY_MAX_S
+        assert REFUSED_MIN_S <= self._heed_s <= REFUSED_MAX_S
         assert self.ticket is not None or self.good_until == 0.0
         assert self.ticket is None or self.ticket.secret, "a ticket without its secret proves nothing"
         assert (self.fetched > 0) == (self.ticket is not None)

@@ -16,7 +16,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import Busy, Forbidden, KVError, TicketExpired, Unauthenticated
+from kvstrata.proto.errors import Busy, Forbidden, KVError, TicketExpired, TicketNotYetValid, Unauthenticated
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.rates import USUAL, Account, AccountBook, Bounds
@@ -134,7 +134,7 @@ class Admission:
 
     def count(self, error: KVError) -> None:
         """Count a refusal, if it is one."""
-        if isinstance(error, Unauthenticated):
+        if isinstance(error, Unauthenticated | TicketNotYetValid):
             self.counts["unauthenticated"] += 1
         elif isinstance(error, TicketExpired):
             self.counts["expired"] += 1

@@ -28,7 +28,7 @@ from typing import Final, Protocol
 from google.protobuf.message import DecodeError
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import ConfigError, InvalidArgument, TicketExpired, Unauthenticated
+from kvstrata.proto.errors import ConfigError, InvalidArgument, TicketExpired, TicketNotYetValid, Unauthenticated
 from kvstrata.transfer.security.rights import Rights, Role
 
 NONCE_BYTES: Final = 16
@@ -37,8 +37,11 @@ KEY_BYTES: Final = 32
 CLAIMS_BYTES_MAX: Final = 64 << 10
 #: A ticket is good for so long, and is exchanged for a fresh one at half of it.
 LIFE_S: Final = 600.0
-#: Clocks of hosts may differ by so much.
+#: A ticket is taken for so long after its end, for clocks that differ.
 SKEW_S: Final = 60.0
+#: And for so long before it was issued: a host's clock may be behind the master's by this, and ahead of it by half of a
+#: ticket's life and ``SKEW_S``, as a ticket is replaced by then.
+BEHIND_S: Final = 300.0
 _KEY_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -121,7 +124,8 @@ def check_answer(ticket: pb.Ticket, greeting: bytes, answer: pb.ProveOk) -> None
 
 
 def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> tuple[Rights, pb.ProveOk]:
-    """The verifier's side. Raises :class:`TicketExpired`, or :class:`Unauthenticated` that names no detail."""
+    """The verifier's side. Raises :class:`TicketExpired`, :class:`TicketNotYetValid`, or :class:`Unauthenticated` that
+    names no detail."""
     if len(proof.claims) > CLAIMS_BYTES_MAX or len(greeting) != hashlib.sha256().digest_size:
         raise Unauthenticated("the ticket is not good here")
     try:
@@ -133,8 +137,11 @@ def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> tu
     good = hmac.compare_digest(proof.mac, _mac(secret, b"kvstrata client" + greeting))
     if not good or claims.key not in keys.secrets:
         raise Unauthenticated("the ticket is not good here")
-    if claims.issued_ms > (now + SKEW_S) * 1e3:
-        raise Unauthenticated("the ticket is from the future: do the hosts' clocks agree?")
+    ahead_s = claims.issued_ms / 1e3 - now
+    if ahead_s > BEHIND_S:
+        raise TicketNotYetValid(
+            f"the clock there is {ahead_s:.0f} s behind that of the master that gave the ticket: set the hosts' clocks"
+        )
     if expired(claims.expires_ms / 1e3, now):
         raise TicketExpired("the ticket has run out")
     try:

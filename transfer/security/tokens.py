@@ -75,7 +75,7 @@ class _Strict(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for given, _ in node.value:
-            key = self.construct_object(given, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(given, deep=True)
             if key in seen:
                 raise _SameKeyError(None, None, "a key is there twice", given.start_mark)
             seen.add(key)

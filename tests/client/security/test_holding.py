@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.client.security.credentials import Credentials
 from kvstrata.client.security.fetched import FetchedTickets
-from kvstrata.client.security.holding import RETRY_MAX_S, RETRY_MIN_S, Holding
+from kvstrata.client.security.holding import REFUSED_MAX_S, REFUSED_MIN_S, RETRY_MAX_S, RETRY_MIN_S, Holding
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import ConfigError, InvalidArgument, KVError, Unauthenticated, Unavailable
 from kvstrata.transfer.security.rights import Rights, Role
@@ -69,6 +69,25 @@ def test_a_refused_ticket_is_due_at_once_but_for_one_that_came_meanwhile() -> No
     assert not holding.due(11.0)
 
 
+def test_who_takes_no_ticket_does_not_have_them_fetched_without_end() -> None:
+    holding, fetched = Holding(), []
+    for at in range(600):
+        if holding.due(float(at)):
+            holding.take(ticket(), float(at))
+            fetched.append(at)
+        assert holding.ticket is not None
+        holding.refused(holding.ticket, float(at))
+    assert fetched == [0, 1, 30, 90, 210, 450]
+    holding.take(ticket(), 600.0)
+    holding.take(ticket(), 2000.0)
+    assert holding.ticket is not None
+    holding.refused(holding.ticket, 2001.0)
+    assert holding.due(2001.0), "it was long ago"
+    holding.take(ticket(), 2001.0)
+    holding.refused(holding.ticket, 2002.0)
+    assert not holding.due(2030.0) and holding.due(2001.0 + REFUSED_MIN_S)
+
+
 @pytest.mark.parametrize("claims", [b"", b"\xff\xff", pb.TicketClaims(issued_ms=2, expires_ms=1).SerializeToString()])
 def test_nonsense_is_no_ticket(claims: bytes) -> None:
     with pytest.raises(Unavailable, match="no ticket"):
@@ -89,7 +108,7 @@ def test_any_order_of_events_keeps_it_whole(events: list[tuple[str, float]]) -> 
             assert holding.ticket is before and not holding.due(now) and holding.due(now + RETRY_MAX_S)
         elif holding.ticket is not None:
             holding.refused(holding.ticket, now)
-            assert holding.due(now) or holding.problem is not None
+            assert holding.due(now + REFUSED_MAX_S) or holding.problem is not None
         holding.check()
 
 
