@@ -16,6 +16,7 @@ from suite_results import Results
 SHARED_MEMORY: Final = Path("/dev/shm")
 PEERS: Final = ("mooncake-tcp", "mooncake-shm", "openlake", "redis-unix")
 RUN_S: Final = 900
+END_S: Final = 60
 #: The quickest call that each peer has for an operation; others that its driver measures are left out.
 OPS: Final = {
     "put_batch_from": "store", "put_from": "store", "get_batch_into": "load", "get_into": "load",
@@ -32,17 +33,21 @@ def peer_round(results: Results, script: Path, peer: str, sizes: list[int], look
     if not (sizes and lookups):
         env["ONLY"] = "data" if sizes else "meta"
     before = set(SHARED_MEMORY.iterdir())
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen(["bash", str(script), peer], env=env, stdout=pipe, stderr=pipe, text=True)
     try:
-        done = subprocess.run(
-            ["bash", str(script), peer], env=env, capture_output=True, text=True, timeout=RUN_S, check=False
-        )
+        printed, errors = driver.communicate(timeout=RUN_S)
     except subprocess.TimeoutExpired:
         print(f"{peer}: no figures within {RUN_S} s", file=sys.stderr)
         return
+    finally:
+        if driver.poll() is None:  # the script ends its servers when it is asked to end, not when it is killed
+            driver.terminate()
+            driver.communicate(timeout=END_S)
     for left in set(SHARED_MEMORY.iterdir()) - before - _mapped():  # some peers leave gigabytes behind
         left.unlink(missing_ok=True)
-    if not read_lines(results, done.stdout.splitlines()):
-        print(f"{peer}: no figures (exit {done.returncode}): {done.stderr.strip()[-300:]}", file=sys.stderr)
+    if not read_lines(results, printed.splitlines()):
+        print(f"{peer}: no figures (exit {driver.returncode}): {errors.strip()[-300:]}", file=sys.stderr)
 
 
 def read_lines(results: Results, lines: list[str]) -> int:

@@ -27,6 +27,7 @@ class Scale:
     lookups: tuple[int, ...] = LOOKUPS
     clients: tuple[int, ...] = (1, 2, 4, 8)
     round_bytes: int = 256 << 20
+    calls_min: int = 3
     calls_max: int = 512
     dram: str = "6GiB"
     paged_blocks: int = 1024
@@ -38,13 +39,14 @@ class Scale:
 
     def calls(self, nbytes: int) -> int:
         """Calls of one round that move ``nbytes`` each."""
-        return max(3, min(self.calls_max, self.round_bytes // max(nbytes, 1)))
+        return max(self.calls_min, min(self.calls_max, self.round_bytes // max(nbytes, 1)))
 
 
 QUICK: Final = Scale(
     sizes=(64 << 10, 2 << 20),
     clients=(1, 2, 4),
     round_bytes=32 << 20,
+    calls_min=2,
     calls_max=64,
     dram="2GiB",
     paged_blocks=256,

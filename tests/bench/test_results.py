@@ -66,7 +66,7 @@ def test_a_budget_is_met_or_missed(speed: float, word: str) -> None:
 
 
 def test_a_bound_is_held_against_the_figure_itself() -> None:
-    budget = Budget("node CPU", BIG, "kvstrata-shm", figure="cpu of node", most=0.01)
+    budget = Budget("node CPU", BIG, "kvstrata-shm", figure="cpu of node", most=0.02)
     assert judge(results([1.0], [1.0], node=0.0), budget).word == "met"
     assert judge(results([1.0], [1.0], node=0.5), budget).word == "**missed**"
 
@@ -191,7 +191,7 @@ def test_scattered_pieces_are_all_there_and_apart() -> None:
 
 def test_a_quick_run_is_a_part_of_a_whole_one() -> None:
     assert set(QUICK.sizes) <= set(Scale().sizes) and set(QUICK.clients) <= set(Scale().clients)
-    assert QUICK.calls(1 << 30) == 3 and Scale().calls(1) == Scale().calls_max
+    assert QUICK.calls(1 << 30) == QUICK.calls_min and Scale().calls(1) == Scale().calls_max
 
 
 def test_calls_are_timed_one_by_one() -> None:
