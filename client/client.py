@@ -39,7 +39,7 @@ from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
 from kvstrata.client.memory import RegisteredMemory
-from kvstrata.client.metrics import OPEN, ClientCollector, Metered
+from kvstrata.client.metrics import OPEN, ClientCollector, Metered, collector_of
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, refused_late
 from kvstrata.client.peers import Peers
@@ -141,7 +141,7 @@ class Client:
         OPEN.add(self._metered)
         self._keeper = start_keeper(self._directory, self._peers)
         # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
-        self._end = weakref.finalize(self, _end, self._pid, self._keeper, parts)
+        self._end = weakref.finalize(self, _end, self._pid, self._keeper, parts, self._metered)
 
     def _greet(self, parts: tuple[_Part, ...]) -> None:
         """Be known to a master; a client that is refused leaves nothing behind."""
@@ -301,10 +301,17 @@ class Client:
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = check_blocks(namespace, packed, blocks, into=True)
         blocks = self._memory.ordered(blocks)
-        late, no_tier = np.full(count, BlockStatus.LATE, np.uint8), np.full(count, NO_TIER, np.uint8)
-        shed = partial(LoadResult.of, late, no_tier, 0.0, 0)
+        shed = partial(self._shed_load, count)
         call = partial(self._load, namespace, cache_salt, packed, blocks, started)
         return Transfer(self._transfers.submit(call, shed), started + self._deadline_s)
+
+    def _shed_load(self, count: int) -> LoadResult:
+        """Too much is under way: nothing was tried, and all of it is late."""
+        late, no_tier = np.full(count, BlockStatus.LATE, np.uint8), np.full(count, NO_TIER, np.uint8)
+        result = LoadResult.of(late, no_tier, 0.0, 0)
+        if count:
+            self._counters.add("load", result.reasons)
+        return result
 
     def _load(
         self,
@@ -322,8 +329,6 @@ class Client:
             result = self._read(namespace, salt, packed, blocks, started, ranges)
             if span.recording:
                 told_load(span, namespace, salt, result)
-        self._counters.add("load", result.reasons, result.bytes_moved)
-        self._counters.found("load", result.tiers.tobytes())
         self._counters.timings.add("load", result.seconds, span.trace_id)
         return result
 
@@ -341,12 +346,15 @@ class Client:
         fetched = self._reader.read(asked, attempt, None if ranges is None else ranges.over)
         if ranges is not None:
             ranges.finish(fetched.status)
-            if ranges.problem is not None:
-                if not fetched.pending:
-                    raise ranges.problem
-                refused_late("load", ranges.problem)
         seconds = time.monotonic() - started
-        return LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
+        result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
+        self._counters.add("load", result.reasons, result.bytes_moved)
+        self._counters.found("load", result.tiers.tobytes())
+        if ranges is not None and ranges.problem is not None:
+            if not fetched.pending:
+                raise ranges.problem
+            refused_late("load", ranges.problem)
+        return result
 
     @contextmanager
     def view(self, namespace: PoolNamespace, cache_salt: str, hashes: Hashes) -> Iterator[View]:
@@ -373,6 +381,7 @@ class Client:
         fetched = self._reader.read(asked, viewing(asked, view, refusals))
         reasons = reasons_of(fetched.status)
         self._counters.add("view", reasons)
+        self._counters.found("view", fetched.tier[fetched.status == BlockStatus.LOADED].tobytes())
         if refusals and "loaded" not in reasons:
             raise refusals[0]
 
@@ -408,8 +417,14 @@ class Client:
         """:meth:`store` in the background; mistakes raise at once. The deadline counts from now."""
         started = self._check_usable()
         offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
-        shed = partial(StoreResult.of, np.full(len(blocks), BlockStatus.LATE, np.uint8), 0.0, 0)
+        shed = partial(self._shed_store, len(blocks))
         return Transfer(self._transfers.submit(partial(self._store, offered, started), shed), offered.deadline)
+
+    def _shed_store(self, count: int) -> StoreResult:
+        result = StoreResult.of(np.full(count, BlockStatus.LATE, np.uint8), 0.0, 0)
+        if count:
+            self._counters.add("store", result.reasons)
+        return result
 
     def _offered(
         self,
@@ -477,8 +492,7 @@ class Client:
     def metrics(self) -> ClientCollector:
         """For a Prometheus registry: see :mod:`kvstrata.client.metrics`. Asks nobody, and outlives the client."""
         self._check_usable()
-        metered = self._metered
-        return ClientCollector(lambda: (metered,))
+        return collector_of(self._metered)
 
     def close(self) -> None:
         """Give everything back; later calls raise :class:`Closed`. Safe twice, bounded, safe with handles alive.
@@ -486,7 +500,6 @@ class Client:
         Calls under way end by their own deadlines. In a forked child it does nothing to the parent's.
         """
         self._closed = True
-        OPEN.discard(self._metered)
         self._end()
 
     def __enter__(self) -> Client:
@@ -522,10 +535,14 @@ def _end(
     pid: int,
     keeper: Loop,
     parts: tuple[_Part, ...],
+    metered: Metered,
 ) -> None:
     """The end of a client, once: by ``close``, when it is dropped, or when the process exits."""
     if os.getpid() != pid:
         return  # a forked child: its sockets are closed already, and all else is the parent's
     keeper.stop(KEEPER_STOP_S)
-    for part in parts:
-        part.close()
+    try:
+        for part in parts:
+            part.close()
+    finally:
+        OPEN.close(metered)

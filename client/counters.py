@@ -35,6 +35,16 @@ class Counters:
                 counter["asked"] += count
                 counter[name] += count
 
+    def absorb(self, other: Counters) -> None:
+        """Add what ``other`` has counted, for good."""
+        kinds, hits, moved = other.snapshot(), other.hits(), other.bytes_moved()
+        self.timings.absorb(other.timings)
+        with self._lock:
+            for mine, theirs in ((self._kinds, kinds), (self._hits, hits)):
+                for kind, counts in theirs.items():
+                    mine.setdefault(kind, Counter()).update(counts)
+            self._moved.update(moved)
+
     def found(self, kind: str, tiers: bytes) -> None:
         """Blocks that a lookup showed or a load brought, by the tier they were in: u8[n], other values are none."""
         with self._lock:

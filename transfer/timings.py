@@ -73,6 +73,14 @@ class Timings:
             if labels is not None:
                 histogram.exemplars[bucket] = labels, seconds
 
+    def absorb(self, other: Timings) -> None:
+        """Add what ``other`` has counted, of the same names."""
+        for name in other.names:
+            total = _Histogram()
+            other.add_to(name, total)
+            with self._lock:
+                self._all[name].add(total)
+
     def count(self, name: str) -> int:
         """Calls of that name since the start."""
         with self._lock:
