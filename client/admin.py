@@ -64,7 +64,7 @@ class _Link:
         except grpc.RpcError as error:
             raise self._meaning(error, time.monotonic() - started) from error
 
-    def watch(self, query: control.IndexQuery, timeout_s: float) -> IndexStream:
+    def watch(self, query: control.IndexQuery, timeout_s: float | None) -> IndexStream:
         shown = tuple(self._credentials.bearer().items())
         return IndexStream(self._stub.WatchIndex(query, timeout=timeout_s, metadata=shown), self._meaning)
 
@@ -337,9 +337,10 @@ class AdminClient:
         salts: Sequence[str] = (),
         epoch: int = 0,
         sequence: int = 0,
-        timeout_s: float = 30.0,
+        timeout_s: float | None = 30.0,
     ) -> IndexStream:
-        """The directory of the first master that answers, then its changes, for ``timeout_s``.
+        """The directory of the first master that answers, then its changes, for ``timeout_s``; None: until it is
+        cancelled, by whoever sees that it has been silent for too long.
 
         ``epoch`` and ``sequence`` of the last message go on from there. See
         :class:`kvstrata.client.index_watch.IndexWatch`, which keeps a copy.

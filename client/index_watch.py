@@ -1,7 +1,8 @@
-"""Follows the directory of a pool: a thread that keeps an :class:`IndexMirror`."""
+"""Follows the directory of a pool: a thread that keeps an :class:`IndexMirror`, and one that ends silent streams."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +11,15 @@ from typing import Final
 
 from kvstrata.client.admin import AdminClient, IndexStream
 from kvstrata.client.index_mirror import IndexMirror, MirrorPrefix
-from kvstrata.proto.errors import KVError
+from kvstrata.proto.errors import KVError, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.transfer.loops import Loop
 
-#: A stream is ended and gone on with after this, so that a master that is silent for ever is left.
-STREAM_S: Final = 30.0
-#: A master says where it is at least every five seconds.
+#: A stream that is silent for so long is ended, and another one begun. It has no other end: a first snapshot takes as
+#: long as it takes. A master says where it is at least every five seconds.
 SILENCE_S: Final = 15.0
+#: How often that is looked at.
+LOOK_S: Final = 1.0
 RETRY_S: Final = 1.0
 
 
@@ -35,12 +37,15 @@ class IndexWatch:
         self._groups, self._salts = tuple(groups), tuple(salts)
         self._mirror = IndexMirror()
         self._lock = threading.Condition()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._stream_heard_at = time.monotonic()
         self._error = ""
         self._admin: AdminClient | None = None
         self._stream: IndexStream | None = None
         self._closed = False
-        self._loop = Loop("index watch", RETRY_S, self._turn, bound_s=STREAM_S + SILENCE_S).start()
+        self._resets_when_live = 0
+        # A turn is a whole stream, which has no bound: its silence has, and another loop ends it.
+        self._loop = Loop("index watch", RETRY_S, self._turn, bound_s=math.inf).start()
+        self._watchdog = Loop("index silence", LOOK_S, self._end_silent).start()
 
     # ------------------------------------------------------------------ questions
 
@@ -69,7 +74,14 @@ class IndexWatch:
             return self._error
         if self.age_s() > SILENCE_S:
             return f"the master has said nothing for {self.age_s():.0f} s"
-        return self._loop.problem()
+        with self._lock:
+            begun = self._mirror.resets - self._resets_when_live
+        if begun > 1:
+            return (
+                f"the snapshot was begun {begun} times and never came to its end: this process is too slow for the "
+                "pool's changes, or its way to the master breaks. Ask for fewer groups or salts"
+            )
+        return self._loop.problem() or self._watchdog.problem()
 
     # ------------------------------------------------------------------ the loop
 
@@ -82,24 +94,38 @@ class IndexWatch:
             self._drop_admin()
 
     def _follow(self) -> None:
-        while not self._closed:
-            if self._admin is None:
-                self._admin = self._connect()
-            with self._lock:
-                mirror = self._mirror
-                epoch, sequence = (mirror.epoch, mirror.sequence) if mirror.resumable else (0, 0)
-            self._stream = self._admin.watch_index(
-                groups=self._groups, salts=self._salts, epoch=epoch, sequence=sequence, timeout_s=STREAM_S
-            )
-            if self._closed:
-                self._stream.cancel()
-            for message in self._stream:
+        """One stream, from where the mirror is to its end."""
+        if self._closed:
+            return
+        if self._admin is None:
+            self._admin = self._connect()
+        with self._lock:
+            mirror = self._mirror
+            epoch, sequence = (mirror.epoch, mirror.sequence) if mirror.resumable else (0, 0)
+        stream = self._admin.watch_index(
+            groups=self._groups, salts=self._salts, epoch=epoch, sequence=sequence, timeout_s=None
+        )
+        self._stream_heard_at, self._stream = time.monotonic(), stream
+        if self._closed:
+            stream.cancel()
+        try:
+            for message in stream:
                 with self._lock:
                     self._mirror.apply(message)
-                    self._heard_at = time.monotonic()
+                    if self._mirror.resumable:
+                        self._resets_when_live = self._mirror.resets
+                    self._heard_at = self._stream_heard_at = time.monotonic()
                     self._error = ""
                     self._lock.notify_all()
-            return
+        finally:
+            self._stream = None
+        if not self._closed:
+            raise Unavailable(f"the stream of the master's index ended, or was silent for {SILENCE_S:.0f} s")
+
+    def _end_silent(self) -> None:
+        stream = self._stream
+        if stream is not None and time.monotonic() - self._stream_heard_at > SILENCE_S:
+            stream.cancel()
 
     def _drop_admin(self) -> None:
         admin, self._admin = self._admin, None
@@ -113,6 +139,7 @@ class IndexWatch:
         if stream is not None:
             stream.cancel()
         self._loop.stop(5.0)
+        self._watchdog.stop(1.0)
         self._drop_admin()
 
     def __enter__(self) -> IndexWatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from kvstrata.proto.errors import Busy, Forbidden, InvalidArgument
 from kvstrata.transfer.security.rights import Rights
 
 WATCHERS_MAX: Final = 32
+#: Of them, those of one token.
+SHARE_MAX: Final = 8
 PATTERNS_MAX: Final = 64
 PATTERN_CHARS_MAX: Final = 1024
 #: A watcher that hears nothing looks up this often whether it is over, and is told where it is this often.
@@ -48,6 +51,7 @@ class Watchers:
         self._hub = hub
         self._lock = threading.Lock()
         self._watching = 0
+        self._by_subject: Counter[str] = Counter()
 
     @property
     def watching(self) -> int:
@@ -57,11 +61,17 @@ class Watchers:
         self, query: control.IndexQuery, rights: Rights, active: Callable[[], bool]
     ) -> Iterator[control.IndexMessage]:
         """Messages while ``active``. Raises :class:`Busy` when too many watch, :class:`InvalidArgument`."""
-        with self._joined(), following(self._hub) as follower:
+        narrowed = _number(rights)
+        mine = control.IndexQuery()
+        mine.CopyFrom(query)
+        mine.epoch ^= narrowed
+        query = mine
+        with self._joined(rights.subject), following(self._hub) as follower:
             names = _Names(self._hub, follower)
             wanted = names.filter(query, rights)
             for message in self._follow(follower, names, query, wanted, active):
                 self.counts["messages"] += 1
+                message.epoch ^= narrowed
                 yield message
 
     def _follow(
@@ -111,17 +121,22 @@ class Watchers:
         return control.IndexMessage(epoch=self.epoch, sequence=sequence, changes=changes)
 
     @contextmanager
-    def _joined(self) -> Iterator[None]:
+    def _joined(self, subject: str) -> Iterator[None]:
         with self._lock:
             if self._watching >= WATCHERS_MAX:
                 raise Busy(f"{WATCHERS_MAX} watch the index of this master, which is the bound: watch another one")
+            if subject and self._by_subject[subject] >= SHARE_MAX:
+                raise Busy(f"{subject} watches the index of this master {SHARE_MAX} times, which is its bound")
             self._watching += 1
+            self._by_subject[subject] += 1
             self.counts["streams"] += 1
         try:
             yield
         finally:
             with self._lock:
                 self._watching -= 1
+                self._by_subject[subject] -= 1
+                self._by_subject += Counter()  # forgets who has none left
 
 
 class _Names:
@@ -160,6 +175,13 @@ class _Names:
             return answer
 
         return wanted
+
+
+def _number(rights: Rights) -> int:
+    """A part of the epoch: what a watcher has learned by other rights is no beginning for these. 0 for all rights."""
+    if rights.salts == rights.groups == ("*",):
+        return 0
+    return zlib.crc32(repr((sorted(rights.salts), sorted(rights.groups))).encode()) or 1
 
 
 def _may_touch(rights: Rights, salt: str, group: str) -> bool:
