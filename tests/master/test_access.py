@@ -21,6 +21,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc, wire
 from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.security import grpc_security
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.grpc_security import open_channel
 from kvstrata.transfer.security.rights import Role
@@ -270,7 +271,10 @@ def test_a_ticket_says_what_its_token_may(secured: Secured) -> None:
 
 @pytest.mark.parametrize("rpc, role", [("WatchIndex", "read"), ("Sync", "node")])
 @pytest.mark.parametrize("change", ["removed", "narrowed"])
-def test_a_stream_that_stands_ends_with_its_token(tmp_path: Path, rpc: str, role: str, change: str) -> None:
+def test_a_stream_that_stands_ends_with_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rpc: str, role: str, change: str
+) -> None:
+    monkeypatch.setattr(grpc_security, "SPREAD_S", 0.2)
     secured = Secured(tmp_path)
     sent: queue.SimpleQueue[control.NodeMessage | None] = queue.SimpleQueue()
     try:

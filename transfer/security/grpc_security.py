@@ -5,7 +5,9 @@ The one module of this folder that imports gRPC.
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -21,6 +23,8 @@ from kvstrata.transfer.security.tls import Pems, ServerTls
 from kvstrata.transfer.security.watched_file import read_private
 
 _HEADER: Final = "authorization"
+#: Streams whose token is gone end at times of their own within this: all nodes may have had the same one.
+SPREAD_S: Final = 10.0
 _RIGHTS: ContextVar[Rights] = ContextVar("kvstrata_rights", default=EVERYTHING)
 _STANDING: ContextVar[Callable[[], None] | None] = ContextVar("kvstrata_standing", default=None)
 
@@ -127,7 +131,27 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
             rights = self._gate.admit(access, shown, names, request)
         except KVError as error:
             _abort(error, context)
-        return rights, partial(self._gate.stand, shown, names, rights)
+        return rights, _Standing(partial(self._gate.stand, shown, names, rights))
+
+
+class _Standing:
+    """``check`` of one stream, which raises :class:`Unauthenticated` a while after the reason for it."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._ends_at: float | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._check()
+        except Unauthenticated:
+            now = time.monotonic()
+            if self._ends_at is None:
+                self._ends_at = now + random.uniform(0.0, SPREAD_S)
+            if now >= self._ends_at:
+                raise
+        else:
+            self._ends_at = None
 
 
 def _refusing(error: KVError) -> Any:

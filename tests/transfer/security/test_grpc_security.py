@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 import yaml
 
+from kvstrata.proto.errors import Unauthenticated
+from kvstrata.transfer.security import grpc_security
 from kvstrata.transfer.security.access import Access, Gate
 from kvstrata.transfer.security.grpc_security import Guard, current_rights, open_channel, server_credentials
 from kvstrata.transfer.security.rights import EVERYTHING, Role
@@ -153,3 +156,32 @@ def test_a_certificate_stands_for_a_token_and_a_token_for_itself(
     assert code(channel(other), "unary_unary") is grpc.StatusCode.UNAUTHENTICATED
     assert code(channel(mine, new_token()), "unary_unary") is grpc.StatusCode.UNAUTHENTICATED
     assert code(channel(mine, named="elsewhere"), "unary_unary") is grpc.StatusCode.UNAVAILABLE
+
+
+def test_streams_whose_token_is_gone_do_not_all_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, gone = [100.0], [True]
+    monkeypatch.setattr(grpc_security, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def check() -> None:
+        if gone[0]:
+            raise Unauthenticated("gone")
+
+    def ended(stands: list[grpc_security._Standing]) -> int:
+        count = 0
+        for stand in stands:
+            try:
+                stand()
+            except Unauthenticated:
+                count += 1
+        return count
+
+    stands = [grpc_security._Standing(check) for _ in range(100)]
+    assert ended(stands) == 0
+    now[0] += grpc_security.SPREAD_S / 2
+    assert 20 < ended(stands) < 80
+    gone[0] = False
+    assert ended(stands) == 0
+    gone[0] = True
+    assert ended(stands) == 0, "it was good again meanwhile"
+    now[0] += grpc_security.SPREAD_S
+    assert ended(stands) == 100
