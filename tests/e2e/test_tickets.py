@@ -297,13 +297,14 @@ def test_a_lease_and_a_reservation_outlive_their_ticket_and_nothing_new_begins(n
 
 def test_the_ids_of_another_session_are_worth_nothing(node: StorageNode) -> None:
     assert node.key_file is not None
-    mine, theirs = (
+    session = os.urandom(16)
+    mine, other, theirs = (
         Connection.open(
             node.channel,
-            Identity.new(tickets=MintedTickets(node.key_file, Rights(name, Role.CLIENT, ("*",), ("*",)))),
+            Identity(each, tickets=MintedTickets(node.key_file, Rights(name, Role.CLIENT, ("*",), ("*",)))),
             silence_s=5.0,
         )
-        for name in ("engine-a", "engine-b")
+        for name, each in (("engine-a", session), ("engine-b", os.urandom(16)), ("engine-b", session))
     )
     spec = Namespace("model/a", SIZE, 16).to_spec()
     opened = mine.call(Kind.OPEN_NAMESPACE, pb.OpenNamespace(spec=spec).SerializeToString())
@@ -311,20 +312,12 @@ def test_the_ids_of_another_session_are_worth_nothing(node: StorageNode) -> None
     asked = pb.Reserve(ns=handle, hashes=keys(1), deadline_ms=60_000).SerializeToString()
     reservation = pb.ReserveOk.FromString(mine.call(Kind.RESERVE, asked).message).reservation
     stolen = pb.Commit(reservation=reservation, checksums=bytes(8)).SerializeToString()
-    assert 1 not in pb.CommitOk.FromString(theirs.call(Kind.COMMIT, stolen).message).status
-    theirs.call(Kind.ABORT, pb.Abort(reservation=reservation).SerializeToString())
-    with pytest.raises(Refused):
-        theirs.call(Kind.PULL, pb.Pull(reserve=pb.Reserve(ns=handle, hashes=keys(1)), region=1).SerializeToString())
-    with pytest.raises(Unauthenticated):
-        Connection.open(
-            node.channel,
-            Identity(_session(node, "engine-a"), tickets=theirs.tickets),
-            silence_s=5.0,
-        )
+    pull = pb.Pull(reserve=pb.Reserve(ns=handle, hashes=keys(1)), region=1).SerializeToString()
+    for thief in (other, theirs):
+        assert 1 not in pb.CommitOk.FromString(thief.call(Kind.COMMIT, stolen).message).status
+        thief.call(Kind.ABORT, pb.Abort(reservation=reservation).SerializeToString())
+        with pytest.raises(Refused):
+            thief.call(Kind.PULL, pull)
     assert list(pb.CommitOk.FromString(mine.call(Kind.COMMIT, stolen).message).status) == [1]
-    for connection in (mine, theirs):
+    for connection in (mine, other, theirs):
         connection.close()
-
-
-def _session(node: StorageNode, subject: str) -> bytes:
-    return next(key for key, session in node.server.sessions.items() if session.subject == subject)
