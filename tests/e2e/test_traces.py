@@ -48,11 +48,19 @@ class TracedPool(RealPool):
         )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
     found = Receiver()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="module")
+def traced(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedPool]:
+    """A pool whose daemons send what callers sample. Tests know their spans by the trace."""
+    pool = TracedPool(tmp_path_factory.mktemp("traced"), receiver.url)
+    yield pool
+    pool.end()
 
 
 @contextmanager
@@ -68,15 +76,15 @@ def sending(collector: str, ratio: float = 1.0) -> Iterator[OtlpTracing]:
         loops.stop()
 
 
-def moved(pool: RealPool, transport: str, count: int = 8) -> bytes:
-    """A store, a lookup and a load that succeed, and the hashes of the blocks.
+def moved(pool: RealPool, transport: str, count: int = 8, root: str = "engine.request") -> bytes:
+    """A store, a lookup and a load (in a span ``root``) that succeed, and the hashes of the blocks.
 
     On a busy machine a peer may be too slow for its first call, so others are tried: of those blocks it has heard.
     """
     with Client(pool.address, transport=transport, verify="always") as client:
         ns = client.namespace(GROUP, block_bytes=BLOCK_BYTES, block_tokens=16)
         for attempt in range(20):
-            hashes = keys(count, f"{transport}/{count}/{attempt}")
+            hashes = keys(count, f"{transport}/{count}/{root}/{attempt}")
             data = payload(hashes, SALT, BLOCK_BYTES)
             if client.store(ns, SALT, hashes, client.register(data).rows(ns)).stored.all():
                 break
@@ -86,7 +94,7 @@ def moved(pool: RealPool, transport: str, count: int = 8) -> bytes:
         target = client.register(into).rows(ns)
 
         def loaded() -> bool:
-            with TRACING.span("engine.request"):
+            with TRACING.span(root):
                 return bool(client.load(ns, SALT, hashes, target).loaded.all())
 
         until(loaded)
@@ -102,20 +110,38 @@ def below(receiver: Receiver, root: Seen) -> dict[str, Seen]:
     return {span.name: span for span in spans}
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_call_is_one_trace_over_three_processes(tmp_path: Path, receiver: Receiver, transport: str) -> None:
-    pool = TracedPool(tmp_path, receiver.url)
-    try:
-        with sending(receiver.url):
-            hashes = moved(pool, transport)
-        for name in ("kvstrata.node.acquire", "kvstrata.master.lookup", "kvstrata.node.commit", "kvstrata.node.write"):
-            if (transport, name) not in (("shm", "kvstrata.node.write"), ("tcp", "kvstrata.node.commit")):
-                receiver.wait(lambda name=name: bool(receiver.named(name)))
-        receiver.wait(lambda: bool(receiver.named("engine.request")) and bool(receiver.named("kvstrata.store")))
-    finally:
-        pool.end()
+def of_load(receiver: Receiver, root: str) -> Seen:
+    """The last span of that name, when the node's part of its trace has come too."""
+    found: list[Seen] = []
 
-    engine = receiver.named("engine.request")[-1]
+    def whole() -> bool:
+        found[:] = receiver.named(root)[-1:]
+        acquired = {span.trace for span in receiver.named("kvstrata.node.acquire")}
+        return bool(found) and found[0].trace in acquired
+
+    receiver.wait(whole, 30)
+    return found[0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_call_is_one_trace_over_three_processes(traced: TracedPool, receiver: Receiver, transport: str) -> None:
+    root = f"engine.{transport}"
+    begin = len(receiver.spans)
+    with sending(receiver.url):
+        hashes = moved(traced, transport, root=root)
+    engine = of_load(receiver, root)
+    mine = [span for span in receiver.spans[begin:] if span.service == "engine"]  # all sent, now that it has stopped
+    (stored,) = [s for s in mine if s.name == "kvstrata.store" and s.facts.get("kvstrata.status.stored") == 8]
+    found = [span for span in mine if span.name == "kvstrata.lookup"][-1]
+    halves = {"shm": ("pull", "commit"), "tcp": ("reserve", "write")}[transport]
+    ways = {f"kvstrata.node.{half}" for half in halves}
+
+    def have(span: Seen, names: set[str]) -> bool:
+        return names <= {each.name for each in list(receiver.spans) if each.trace == span.trace}
+
+    receiver.wait(lambda: have(stored, ways | {"kvstrata.master.place"}), 30)
+    receiver.wait(lambda: have(found, {"kvstrata.master.lookup"}), 30)
+
     load = below(receiver, engine)
     assert load["kvstrata.load"].parent == engine.span
     assert load["kvstrata.fetch"].parent == load["kvstrata.load"].span
@@ -129,16 +155,13 @@ def test_a_call_is_one_trace_over_three_processes(tmp_path: Path, receiver: Rece
     assert facts["kvstrata.bytes"] == 8 * BLOCK_BYTES and facts["kvstrata.salt"] == salt_tag(SALT)
     assert load["kvstrata.fetch"].facts["kvstrata.transport"] == transport
 
-    (stored,) = [span for span in receiver.named("kvstrata.store") if span.facts.get("kvstrata.status.stored") == 8]
     store = below(receiver, stored)
     assert store["kvstrata.master.place"].parent == store["kvstrata.directory.place"].span
     assert store["kvstrata.master.place"].service == "kvstrata-master"
-    halves = {"shm": ("pull", "commit"), "tcp": ("reserve", "write")}[transport]
-    ways = {f"kvstrata.node.{half}" for half in halves}
     assert ways <= set(store)
     assert sum(store[name].facts.get("kvstrata.status.stored", 0) for name in ways) == 8
 
-    lookup = below(receiver, receiver.named("kvstrata.lookup")[-1])
+    lookup = below(receiver, found)
     assert lookup["kvstrata.master.lookup"].parent == lookup["kvstrata.directory.lookup"].span
     assert lookup["kvstrata.master.lookup"].facts["kvstrata.request"] == "req-1"
     assert lookup["kvstrata.master.lookup"].facts["kvstrata.hit.dram"] == 8
@@ -148,27 +171,35 @@ def test_a_call_is_one_trace_over_three_processes(tmp_path: Path, receiver: Rece
     assert not any(hashes[at : at + 16].hex() in everything for at in range(0, len(hashes), 16))
 
 
-def test_what_is_not_sampled_is_sent_by_nobody(tmp_path: Path, receiver: Receiver) -> None:
-    pool = TracedPool(tmp_path, receiver.url)
-    try:
-        with sending(receiver.url, ratio=0.0):
-            moved(pool, "shm")
-        with sending(receiver.url, ratio=1.0), TRACING.span("marker"):
-            pass
-        receiver.wait(lambda: bool(receiver.named("marker")))
-        time.sleep(1.5)  # daemons send each second
-    finally:
-        pool.end()
-    assert {span.name for span in receiver.spans} == {"marker"}
+def test_what_is_not_sampled_is_sent_by_nobody(traced: TracedPool, receiver: Receiver) -> None:
+    def flushed(root: str) -> str:
+        """The trace of a load that was sampled, now that the node has sent it, and so all that came before."""
+        with sending(receiver.url, ratio=1.0):
+            moved(traced, "shm", root=root)
+        trace = of_load(receiver, root).trace
+        looked = [span.trace for span in receiver.named("kvstrata.lookup")][-1]
+        receiver.wait(lambda: looked in {span.trace for span in receiver.named("kvstrata.master.lookup")}, 30)
+        return trace
+
+    flushed("marker.before")
+    begin = len(receiver.spans)
+    with sending(receiver.url, ratio=0.0):
+        moved(traced, "shm", root="unsampled")
+    assert not [span for span in receiver.spans[begin:] if span.service == "engine"]  # it has stopped: sent is sent
+    flushed("marker.after")
+    ours = {span.trace for span in receiver.spans if span.service == "engine"}
+    assert {span.trace for span in receiver.spans[begin:]} <= ours
 
 
-def test_daemons_begin_traces_of_their_own_when_told_to(tmp_path: Path, receiver: Receiver) -> None:
+def test_daemons_begin_traces_of_their_own_when_told_to(tmp_path: Path) -> None:
+    receiver = Receiver()
     pool = TracedPool(tmp_path, receiver.url, "--traces-ratio", "1")
     try:
         moved(pool, "shm")
-        receiver.wait(lambda: bool(receiver.named("kvstrata.node.acquire")))
+        receiver.wait(lambda: bool(receiver.named("kvstrata.node.acquire")), 30)
     finally:
         pool.end()
+        receiver.close()
     assert all(span.parent == "" for span in receiver.named("kvstrata.node.acquire"))
     assert not receiver.named("kvstrata.master.lookup")  # the master was not told to
 
@@ -200,35 +231,32 @@ def test_a_dead_collector_costs_no_call_and_shows(tmp_path: Path) -> None:
             pool.end()
 
 
-def test_an_engine_that_traces_has_our_spans_under_its_own(tmp_path: Path) -> None:
+def test_an_engine_that_traces_has_our_spans_under_its_own(traced: TracedPool) -> None:
     """With a provider of the engine's, as vLLM sets one; nothing is configured here."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(ParentBased(ALWAYS_ON))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = OtelTracer(provider)
-    pool = RealPool(tmp_path)
     try:
         TRACING.start(tracer)  # what join() does with the provider that trace.get_tracer_provider() gives
         with provider.get_tracer("engine").start_as_current_span("llm_request") as parent:
-            moved(pool, "shm")
+            moved(traced, "shm", root="of an engine")
         context = parent.get_span_context()
         loads = [span for span in exporter.get_finished_spans() if span.name == "kvstrata.load"]
         assert loads and all(span.context.trace_id == context.trace_id for span in loads)
         exporter.clear()
         unsampled = TracerProvider(ALWAYS_OFF).get_tracer("engine")
         with unsampled.start_as_current_span("llm_request"):
-            moved(pool, "tcp")
+            moved(traced, "tcp", root="of an engine")
         assert not exporter.get_finished_spans()
     finally:
         TRACING.stop(tracer)
-        pool.end()
     assert trace.get_current_span() is trace.INVALID_SPAN and not TRACING.on
 
 
-def test_the_bundled_engine_sends_spans_of_its_loads(tmp_path: Path, receiver: Receiver) -> None:
-    pool = TracedPool(tmp_path, receiver.url)
+def test_the_bundled_engine_sends_spans_of_its_loads(traced: TracedPool, tmp_path: Path, receiver: Receiver) -> None:
     engine = Daemon(
-        "serve", "--listen", ANY, "--model", "tiny", "--kv-memory", "8MiB", "--pool", pool.address,
+        "serve", "--listen", ANY, "--model", "tiny", "--kv-memory", "8MiB", "--pool", traced.address,
         "--traces", receiver.url, "--name", "engine-1", log=tmp_path / "engine.log",
     )  # fmt: skip
     try:
@@ -238,12 +266,14 @@ def test_the_bundled_engine_sends_spans_of_its_loads(tmp_path: Path, receiver: R
         )
         with urllib.request.urlopen(ask, timeout=30) as answer:
             assert answer.status == 200
-        receiver.wait(lambda: bool(receiver.named("kvstrata.lookup")), 20)
-        receiver.wait(lambda: bool(receiver.named("kvstrata.master.lookup")), 20)
-        (lookup, *_) = receiver.named("kvstrata.lookup")
-        assert lookup.service == "kvstrata-engine"
+        ours: list[str] = []
+
+        def looked_up() -> bool:
+            ours[:] = [s.trace for s in receiver.named("kvstrata.lookup") if s.service == "kvstrata-engine"]
+            return any(span.trace in ours for span in receiver.named("kvstrata.master.lookup"))
+
+        receiver.wait(looked_up, 30)
         with urllib.request.urlopen(f"http://{engine.ready['http']}/metrics", timeout=5) as answer:
             assert b'kvstrata_client_blocks_asked_total{call="lookup",client="engine-1/0' in answer.read()
     finally:
         engine.end()
-        pool.end()
