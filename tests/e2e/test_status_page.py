@@ -73,25 +73,39 @@ def stage() -> Iterator[Stage]:
     served.web.stop()
 
 
+@pytest.fixture(scope="module")
+def tab(chromium: Any) -> Iterator[Tab]:
+    context = chromium.new_context()
+    yield Tab(context.new_page())
+    context.close()
+
+
+class Tab:
+    """One page for all tests. What it keeps belongs to an address, and each stage has its own."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.said: list[str] = []
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+
+
 @pytest.fixture
-def visit(chromium: Any, stage: Stage) -> Iterator[Callable[..., Any]]:
-    """Opens a page; at the end none may have said anything on its console but what was expected to fail."""
-    contexts, said = [], []
+def visit(tab: Tab, stage: Stage) -> Iterator[Callable[..., Any]]:
+    """Opens a page; at the end it may have said nothing on its console but what was expected to fail."""
+    page = tab.page
 
     def opened(path: str = "", width: int = 1280, theme: str = "light", wait: str = SHOWN) -> Any:
-        context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=theme)
         page.goto((stage.address if "://" not in path else "") + path)
         page.wait_for_selector(wait)
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    page.goto("about:blank")
+    said, tab.said = tab.said, []
     assert [line for line in said if "Failed to load resource" not in line and line[:16] not in stage.expected] == []
 
 
