@@ -18,7 +18,7 @@ from kvstrata.transfer.kv_events import events
 from kvstrata.transfer.kv_events.publisher import Publisher
 from kvstrata.transfer.loops import Loop, Loops
 
-MEDIA: Final = {Tier.DRAM: events.CPU, Tier.SSD: events.STORAGE}
+MEDIA: Final[dict[int, str]] = {Tier.HBM: events.GPU, Tier.DRAM: events.CPU, Tier.SSD: events.STORAGE}
 #: How often what was said is passed on.
 PERIOD_S: Final = 0.05
 TAKEN_MAX: Final = 256
@@ -45,12 +45,24 @@ class PoolEvents:
     def _turn(self) -> None:
         while not self.publisher.full():
             said, lost = self._hub.read(lambda state, now: state.pool_log.take(TAKEN_MAX))
-            for each in said:
-                self._tell(each)
+            failure = self._tell_all(said)
             if lost:
                 self.publisher.skip(lost)
+            if failure is not None:
+                raise failure  # the loop counts, logs and shows it, and goes on with those that follow
             if len(said) < TAKEN_MAX:
                 return
+
+    def _tell_all(self, said: Iterable[Said]) -> Exception | None:
+        """One that cannot be told leaves a gap for itself alone. Returns the last failure."""
+        failure = None
+        for each in said:
+            try:
+                self._tell(each)
+            except Exception as error:  # noqa: BLE001  raised by the caller, when the others are told
+                self.publisher.skip(1)
+                failure = error
+        return failure
 
     def _tell(self, said: Said) -> None:
         match said:
@@ -65,7 +77,7 @@ class PoolEvents:
         topic = (said.node_id, said.namespace.group, said.salt)
         if len(self._topics) < TOPICS_MAX:
             self._topics[topic] = None
-        medium = MEDIA[Tier(said.tier)]
+        medium = MEDIA.get(said.tier, events.STORAGE)  # of a newer node: anything slower
         hashes: list[events.Hash] = list(split_hashes(said.hashes, said.namespace.hash_bytes))
         for start in range(0, len(hashes), HASHES_MAX):
             part = hashes[start : start + HASHES_MAX]
