@@ -12,7 +12,8 @@ from typing import Final
 #: Events that are remembered.
 EVENTS_MAX: Final = 512
 TEXT_CHARACTERS_MAX: Final = 400
-#: What happens again to the same thing within so many seconds, as the last event of its kind, is counted there.
+#: What happens again to the same thing within so many seconds, as the last event of its kind, is counted there. A wall
+#: clock that was set back by more begins anew; by less, it is ``first_at`` that goes back with it.
 AGAIN_S: Final = 30.0
 #: How many of the last events are looked through for one of the same kind.
 _LOOK_BACK: Final = 32
@@ -90,7 +91,7 @@ class Events:
         )
         if before is not None:
             self._all.remove(before)
-            event = replace(event, times=before.times + 1, first_at=before.first_at)
+            event = replace(event, times=before.times + 1, first_at=min(before.first_at, at))
         self._all.append(event)
         return event
 
@@ -100,7 +101,7 @@ class Events:
 
     def _lately(self, happening: Happening, at: float) -> Event | None:
         for back, event in enumerate(reversed(self._all)):
-            if back >= _LOOK_BACK or at - event.at > AGAIN_S:
+            if back >= _LOOK_BACK or abs(at - event.at) > AGAIN_S:
                 return None
             if (event.kind, event.about, event.text) == (happening.kind, _cut(happening.about), _cut(happening.text)):
                 return event

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from kvstrata.master.hub import Hub
@@ -126,10 +127,12 @@ class Sampler:
             return self._flows.rates(node_id), None if since is None else since[1]
 
     def refused_lately(self, refused: Mapping[str, int]) -> dict[str, int]:
-        """Bytes that limits refused tenants in the last minute, given what they refused until now."""
+        """Bytes that limits refused tenants in the last minute, given what they refused until now. Of a tenant that
+        was past the bound a minute ago it is not known: it is left out."""
         with self._lock:
             before = self._refused[0][1] if self._refused else {}
-        return {salt: max(0, total - before.get(salt, 0)) for salt, total in refused.items()}
+        whole = len(before) < REFUSED_MAX
+        return {salt: max(0, total - before.get(salt, 0)) for salt, total in refused.items() if whole or salt in before}
 
     def check(self) -> None:
         with self._lock:
@@ -147,7 +150,8 @@ def _look(state: MasterState) -> _Looked:
             told.append(Told(node.node_id, facts.incarnation, moved))
     refused: dict[str, int] = {}
     if state.leading:
-        refused = {salt: tenant.refused for salt, tenant in state.quotas.tenants()[:REFUSED_MAX] if tenant.refused}
+        rows = ((salt, tenant.refused) for salt, tenant in state.quotas.tenants() if tenant.refused)
+        refused = dict(islice(rows, REFUSED_MAX))
     return _Looked(told, {node.node_id: node.state.value for node in state.nodes}, refused)
 
 

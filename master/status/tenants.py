@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from kvstrata.master.hub import Hub
@@ -14,7 +15,8 @@ from kvstrata.master.tenants.tenancy import denied
 
 #: Rows of the document.
 SHOWN_MAX: Final = 200
-#: Salts that are looked at; beyond it (many end users with a salt each) those without a policy are left out.
+#: Salts that are looked at, of a node and in all; beyond it (many end users with a salt each) those without a policy
+#: are left out.
 LOOKED_MAX: Final = 20_000
 NEAR: Final = 0.9
 FULL: Final = 0.98
@@ -23,9 +25,9 @@ _ORDER: Final = {"full": 0, "near": 1, "ok": 2}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the state knows of tenants, copied in a moment. ``usages``: one mapping a node."""
+    """What the state knows of tenants, read in pieces. ``usages``: of each node."""
 
-    usages: list[dict[str, TenantUsage]]
+    usages: list[list[tuple[str, TenantUsage]]]
     policies: dict[str, TenantPolicy]
     refused: dict[str, int]
     fallback: TenantPolicy
@@ -33,26 +35,41 @@ class Held:
 
 
 def held(hub: Hub) -> Held | None:
-    """None on a master that does not lead: the leader alone knows."""
-    return hub.read(lambda state, _: _copy(state) if state.leading else None)
+    """None on a master that does not lead: the leader alone knows. Others have the lock between nodes."""
+    begun = hub.read(lambda state, _: _begin(state) if state.leading else None)
+    if begun is None:
+        return None
+    found, nodes = begun
+    for node in nodes:
+        found.usages.append(hub.read(lambda state, _, node=node: _usage(state, node)))  # type: ignore[misc]
+    return found
 
 
-def _copy(state: MasterState) -> Held:
+def _begin(state: MasterState) -> tuple[Held, list[str]]:
     quotas = state.quotas
-    return Held(
-        [dict(member.usage) for member in quotas.nodes.values() if member.session is not None],
-        quotas.policies,
-        {salt: tenant.refused for salt, tenant in quotas.tenants() if tenant.refused},
-        denied(quotas.fallback, quotas.denies),
-        quotas.denies,
-    )
+    refused = {salt: tenant.refused for salt, tenant in quotas.tenants() if tenant.refused}
+    found = Held([], quotas.policies, refused, denied(quotas.fallback, quotas.denies), quotas.denies)
+    return found, [node for node, member in quotas.nodes.items() if member.session is not None]
 
 
-def used(usages: Iterable[Mapping[str, TenantUsage]]) -> dict[str, tuple[int, int]]:
+def _usage(state: MasterState, node: str) -> list[tuple[str, TenantUsage]]:
+    """Of tenants with a policy all that are here, of others as many as are looked at. Bounded by those."""
+    member = state.quotas.nodes.get(node)
+    if member is None or member.session is None:
+        return []
+    usage = member.usage
+    if len(usage) <= LOOKED_MAX:
+        return list(usage.items())
+    policies = state.quotas.policies
+    named = [(salt, usage[salt]) for salt in policies if salt in usage]
+    return named + [(salt, row) for salt, row in islice(usage.items(), LOOKED_MAX) if salt not in policies]
+
+
+def used(usages: Iterable[Iterable[tuple[str, TenantUsage]]]) -> dict[str, tuple[int, int]]:
     """Bytes of DRAM and SSD by salt, of all nodes; at most ``LOOKED_MAX`` salts."""
     totals: dict[str, tuple[int, int]] = {}
     for usage in usages:
-        for salt, row in usage.items():
+        for salt, row in usage:
             before = totals.get(salt)
             if before is not None:
                 totals[salt] = (before[0] + row.dram_bytes, before[1] + row.ssd_bytes)

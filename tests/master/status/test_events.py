@@ -78,3 +78,16 @@ def test_values_from_outside_are_no_templates() -> None:
     happening = happening_of("snapshot asked for", {"node_id": "{command}", "reason": "{0.__class__} {nothing}"})
     assert "{command}" in happening.text and "{0.__class__} {nothing}" in happening.text
     assert happening_of("something new", {"node_id": "n", "count": 3}).text == "something new: count 3"
+
+
+def test_a_wall_clock_that_is_set_back_begins_anew_or_takes_the_first_time_along() -> None:
+    events = Events()
+    for at in (5000.0, 4990.0, 1400.0, 2000.0, 2600.0):
+        events.note(Happening("node.offline", "n1 is gone"), at)
+        events.check()
+    assert [(event.times, event.first_at, event.at) for event in events.since(0)] == [
+        (2, 4990.0, 4990.0),
+        (1, 1400.0, 1400.0),
+        (1, 2000.0, 2000.0),
+        (1, 2600.0, 2600.0),
+    ]
