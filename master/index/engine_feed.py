@@ -13,8 +13,10 @@ from typing import Final
 from kvstrata.transfer.kv_events.events import Event
 from kvstrata.transfer.kv_events.publisher import EPOCH_SHIFT
 
-#: Batches that wait for an answer on the replay socket. Past it the answer is not waited for.
+#: Batches that wait for an answer on the replay socket, and what they were as messages. Past one of these the answer is
+#: not waited for.
 PENDING_MAX: Final = 10_000
+PENDING_BYTES_MAX: Final = 32 << 20
 
 Apply = Callable[[Sequence[Event]], None]
 
@@ -33,6 +35,7 @@ class EngineFeed:
         self._clear = clear
         self._replays = replays
         self._pending: list[tuple[int, Sequence[Event]]] | None = None  #: batches that wait for a replay
+        self._pending_bytes = 0
 
     @property
     def replaying(self) -> bool:
@@ -43,11 +46,12 @@ class EngineFeed:
         self._begin()
         return self._ask(0)
 
-    def batch(self, sequence: int, said: Sequence[Event]) -> int | None:
-        """A batch as it was published."""
+    def batch(self, sequence: int, said: Sequence[Event], nbytes: int = 0) -> int | None:
+        """A batch as it was published, a message of ``nbytes``."""
         if self._pending is not None:
-            if len(self._pending) < PENDING_MAX:
+            if len(self._pending) < PENDING_MAX and self._pending_bytes + nbytes <= PENDING_BYTES_MAX:
                 self._pending.append((sequence, said))
+                self._pending_bytes += nbytes
                 return None
             self.replayed()
         if self.last is None or sequence == self.last + 1:
@@ -68,7 +72,7 @@ class EngineFeed:
 
     def replayed(self) -> None:
         """The answer is complete, or will not come."""
-        pending, self._pending = self._pending or [], None
+        pending, self._pending, self._pending_bytes = self._pending or [], None, 0
         for sequence, said in pending:
             if self.last is None or sequence > self.last:
                 self._in_order(sequence, said)
@@ -76,7 +80,7 @@ class EngineFeed:
     def _ask(self, sequence: int, *pending: tuple[int, Sequence[Event]]) -> int | None:
         if self._replays:
             self.counts["replays"] += 1
-            self._pending = list(pending)
+            self._pending, self._pending_bytes = list(pending), 0  # the one that showed the gap is not counted
             return sequence
         for each in pending:
             self._in_order(*each)
@@ -96,7 +100,8 @@ class EngineFeed:
 
     def _begin(self) -> None:
         self._clear()
-        self.last, self._pending = None, None
+        self.last, self._pending, self._pending_bytes = None, None, 0
 
     def check(self) -> None:
         assert self._pending is None or (self._replays and len(self._pending) <= PENDING_MAX)
+        assert self._pending_bytes <= (PENDING_BYTES_MAX if self._pending is not None else 0)

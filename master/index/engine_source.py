@@ -106,7 +106,7 @@ class EngineSource:
             self.malformed += 1
             return
         said = self._decoded(frames[2])
-        self._ask(self.feed.batch(int.from_bytes(frames[1], "big"), said))
+        self._ask(self.feed.batch(int.from_bytes(frames[1], "big"), said, len(frames[2])))
 
     def _replayed(self, frames: list[bytes]) -> None:
         self.heard_at = time.monotonic()

@@ -33,6 +33,8 @@ SUBSCRIBER_MAX: Final = 1000
 POLL_MS: Final = 500
 HEARTBEAT_MS: Final = 1000
 SILENCE_MS: Final = 5000
+#: A turn ends within this when the publisher is closed.
+STOP_S: Final = 2.0
 #: The end of an answer on the replay socket.
 END: Final = (-1).to_bytes(8, "big", signed=True)
 EPOCH_SHIFT: Final = 32
@@ -81,6 +83,8 @@ class Publisher:
         self._context = zmq.Context()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
+        self._turning = False  #: the loop uses the sockets
+        self._ending = False  #: they are let go of: now, or at the end of the turn
         self._replays: zmq.Socket[bytes] | None = None
         self.replay = ""
         try:
@@ -130,19 +134,41 @@ class Publisher:
             return len(self._waiting) >= WAITING_MAX // 2
 
     def close(self) -> None:
-        """Send what waits, and end. Bounded; safe twice."""
+        """Send what waits, and end. Bounded; safe twice. Sockets are never taken from under a turn: one that does not
+        end in time keeps them, and lets them go at its end."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             os.eventfd_write(self._event, 1)
-        self._loop.stop(2.0)
+        self._loop.stop(STOP_S)
+        with self._lock:
+            self._ending, turning = True, self._turning
+        if turning:
+            log.error("the publisher of KV events did not end in time", seconds=STOP_S)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._context.destroy(linger=200)
         os.close(self._event)
 
     # ------------------------------------------------------------------ the loop
 
     def _turn(self) -> None:
+        with self._lock:
+            if self._ending:
+                return
+            self._turning = True
+        try:
+            self._pass_on()
+        finally:
+            with self._lock:
+                self._turning, ending = False, self._ending
+            if ending:
+                self._let_go()
+
+    def _pass_on(self) -> None:
         ready = dict(self._poller.poll(POLL_MS))
         if self._event in ready:
             os.eventfd_read(self._event)

@@ -200,3 +200,17 @@ def test_addresses() -> None:
     for wrong in ("", "a", "=tcp://h:1", "a=h:1", "a=tcp://h:1,again=tcp://h:2", "a=tcp://h:1,replay=", "a=tcp://h:1,"):
         with pytest.raises(ConfigError, match="write NAME="):
             parse_engine(wrong)
+
+
+def test_what_waits_for_a_replay_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.master.index.engine_feed.PENDING_BYTES_MAX", 100)
+    taken: list[Sequence[Event]] = []
+    feed = EngineFeed(taken.append, lambda: None, replays=True)
+    assert feed.connected() == 0
+    for number in range(3):
+        assert feed.batch(number, [stored(number)], 40) is None
+        feed.check()
+    assert len(taken) == 3 and not feed.replaying, "the third did not fit: the answer is not waited for"
+    assert feed.batch(4, [stored(4)], 40) == 3 and feed.replaying
+    assert feed.batch(5, [stored(5)], 90) is None and feed.replaying, "what waited before counts no more"
+    feed.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,3 +144,29 @@ def test_a_port_in_use_is_an_error_that_says_so() -> None:
         with pytest.raises(ConfigError, match="choose another port"):
             Publisher(loops, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
     assert loops.ages_s() == {}
+
+
+def test_a_turn_that_does_not_end_keeps_its_sockets_until_it_does(
+    publisher: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.05)
+    ours, within, go_on, failures = publisher(), threading.Event(), threading.Event(), []
+    usual = ours._send
+
+    def slow() -> None:
+        within.set()
+        assert go_on.wait(WAIT_MS / 1e3)
+        try:
+            usual()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(ours, "_send", slow)
+    ours.publish([removed(1)])
+    assert within.wait(WAIT_MS / 1e3)
+    ours.close()
+    assert not ours._socket.closed
+    go_on.set()
+    ours._loop.stop(WAIT_MS / 1e3)
+    assert ours._socket.closed and not failures and ours.published == 1
