@@ -19,6 +19,7 @@ import pytest
 from kvstrata.cli.as_json import rows
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import Unavailable
+from tests import command_line
 
 FREE = "127.0.0.1:0"
 Start = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
@@ -117,11 +118,11 @@ def test_the_pool_is_looked_at_and_measured(start: Start) -> None:
     _, ready, _ = dev(start, 2)
     said = cli("health", "--master", ready["master"])
     assert said.returncode == 0 and "healthy" in said.stdout and "2 of 2 nodes" in said.stdout
-    listed = json.loads(cli("node", "list", "--master", ready["master"], "--json").stdout)
+    listed = json.loads(command_line.run("node", "list", "--master", ready["master"], "--json").stdout)
     assert {node["node_id"] for node in listed} == {node["node_id"] for node in ready["nodes"]}
     for transport in ("shm", "tcp"):
         size = ("--size", "4KiB", "--blocks", "8", "--calls", "2", "--rounds", "2", "--transport", transport)
-        measured = cli("bench", "--master", ready["master"], *size, "--json")
+        measured = command_line.run("bench", "--master", ready["master"], *size, "--json")
         assert measured.returncode == 0, measured.stderr
         figures = {figure["op"]: figure for figure in json.loads(measured.stdout)}
         assert set(figures) == {"store", "load", "lookup"}
