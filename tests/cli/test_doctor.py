@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,77 @@ import pytest
 from kvstrata.cli.doctor import cluster, disk, machine, ports, reach
 from kvstrata.cli.doctor.rows import Check, Row, Verdict, run
 from kvstrata.client import Client
+from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
-from tests.e2e.real_pool import until
+from tests import command_line
+from tests.e2e.real_pool import READY_S, until
 from tests.e2e.tiered_pool import SSD_SLOT, Tenant, TieredPool
 
 KVSTRATA = (sys.executable, "-m", "kvstrata.cli.app")
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[TieredPool]:
-    one = TieredPool(tmp_path, nodes=2, more=("--ssd-policy", "write-through", "--scrub-rate", "0"))
+def two_nodes(base: Path) -> Iterator[TieredPool]:
+    one = TieredPool(base, nodes=2, more=("--ssd-policy", "write-through", "--scrub-rate", "0"))
     yield one
-    for daemon in one.daemons.values():
-        if daemon.process.poll() is None:
-            daemon.process.send_signal(signal.SIGCONT)
     one.end()
 
 
-def called(*arguments: str, limit: Callable[[], None] | None = None) -> tuple[int, Any]:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredPool]:
+    yield from two_nodes(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture
+def pool(shared: TieredPool) -> Iterator[TieredPool]:
+    """One that is well, and is left so: whatever was stopped goes on, and is active."""
+    yield shared
+    for daemon in shared.daemons.values():
+        daemon.process.send_signal(signal.SIGCONT)
+    with AdminClient(shared.address) as admin:
+        until(lambda: [row.state for row in admin.nodes()] == ["active", "active"], READY_S)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[TieredPool]:
+    """Nothing was ever stored there."""
+    yield from two_nodes(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def crippled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredPool]:
+    """Its first node is dead."""
+    for one in two_nodes(tmp_path_factory.mktemp("crippled")):
+        _ = node_id(one, 0)
+        one.kill("node0")
+        yield one
+
+
+def called(*arguments: str) -> tuple[int, Any]:
     """(exit code, what it printed, as JSON where it is)."""
+    done = command_line.run(*arguments, env={"COLUMNS": "240"})
+    return done.returncode, as_json(done.stdout, done.stderr)
+
+
+def called_process(*arguments: str, limit: Callable[[], None] | None = None) -> tuple[int, Any]:
+    """The same in a process of its own, whose limits may be set."""
     wide = {**os.environ, "COLUMNS": "240"}
     done = subprocess.run(
         [*KVSTRATA, *arguments], capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit, env=wide
     )
+    return done.returncode, as_json(done.stdout, done.stderr)
+
+
+def as_json(stdout: str, stderr: str) -> Any:
     try:
-        return done.returncode, json.loads(done.stdout)
+        return json.loads(stdout)
     except json.JSONDecodeError:
-        return done.returncode, done.stdout + done.stderr
+        return stdout + stderr
 
 
 def doctor(*arguments: str, limit: Callable[[], None] | None = None) -> tuple[int, dict[str, dict[str, str]]]:
     """(exit code, rows by what they are of)."""
-    code, told = called("doctor", "--json", *arguments, limit=limit)
+    call = called if limit is None else partial(called_process, limit=limit)
+    code, told = call("doctor", "--json", *arguments)
     assert isinstance(told, dict), told
     rows = {row["what"]: row for row in told["rows"]}
     assert told["healthy"] == (code == 0) == all(row["verdict"] != "problem" for row in told["rows"])
@@ -80,7 +120,7 @@ def test_a_sound_cluster_is_reached_every_way(pool: TieredPool) -> None:
     assert "2 of 2 nodes active" in rows[f"{pool.address}: gRPC"]["found"]
     for address in listen.split(","):
         assert rows[address]["verdict"] == "ok" and "kvstrata itself" in rows[address]["found"]
-    code, told = called("doctor", "--master", pool.address)
+    code, told = called_process("doctor", "--master", pool.address)
     assert code == 0 and "what to do" in told and told.rstrip().splitlines()[-1].startswith("0 problems")
     code, rows = doctor("--master", str(pool.node(0).ready["channel"]))
     (row,) = [row for row in rows.values() if row["area"] == "masters"]
@@ -117,18 +157,17 @@ def test_a_stopped_node_is_told_by_name_and_the_others_are_well(pool: TieredPool
     assert rows[f"{well}: tcp"]["verdict"] == "ok" and rows[f"{well}: shm"]["verdict"] == "ok"
 
 
-def test_a_killed_node_and_a_master_that_is_not_there(pool: TieredPool) -> None:
-    dead = node_id(pool, 0)
-    pool.kill("node0")
+def test_a_killed_node_and_a_master_that_is_not_there(crippled: TieredPool) -> None:
+    dead = node_id(crippled, 0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-    code, rows = doctor("--master", f"{nobody},{pool.address}")
+    code, rows = doctor("--master", f"{nobody},{crippled.address}")
     assert code == 1
     assert rows[nobody]["verdict"] == "problem" and "refused" in rows[nobody]["found"]
-    assert rows[f"{pool.address}: channel"]["verdict"] == "ok"  # the dead one does not hide the living one
+    assert rows[f"{crippled.address}: channel"]["verdict"] == "ok"  # the dead one does not hide the living one
     assert rows[f"{dead}: tcp"]["verdict"] == "problem"
-    assert rows[f"{node_id(pool, 1)}: tcp"]["verdict"] == "ok"
+    assert rows[f"{node_id(crippled, 1)}: tcp"]["verdict"] == "ok"
 
 
 def test_a_taken_port_names_its_holder() -> None:
@@ -303,36 +342,35 @@ def flip(folder: Path) -> int:
     return turned
 
 
-def test_nodes_check_themselves_and_find_turned_bits(pool: TieredPool, tmp_path: Path) -> None:
-    with Client(pool.address) as client:
+def test_nodes_check_themselves_and_find_turned_bits(fresh: TieredPool) -> None:
+    with Client(fresh.address) as client:
         tenant = Tenant(client, "acme", 60).stored()
-        code, rows = check(pool, "--scrub")
-        assert code == 0 and set(rows) == {node_id(pool, 0), node_id(pool, 1)}
+        code, rows = check(fresh, "--scrub")
+        assert code == 0 and set(rows) == {node_id(fresh, 0), node_id(fresh, 1)}
         assert sum(row["scrub"]["ssd"]["blocks"] for row in rows.values()) == 60
         assert all(row["healthy"] and row["complete"] for row in rows.values())
         full = next(name for name, row in rows.items() if row["scrub"]["ssd"]["blocks"])
-        index = next(i for i in range(2) if node_id(pool, i) == full)
-        turned = flip(tmp_path / f"node{index}-ssd")
+        index = next(i for i in range(2) if node_id(fresh, i) == full)
+        turned = flip(fresh.ssd_of(index))
         assert turned == rows[full]["scrub"]["ssd"]["blocks"]
-        code, rows = check(pool, full, "--scrub")
+        code, rows = check(fresh, full, "--scrub")
         assert code == 1 and set(rows) == {full}
         assert rows[full]["scrub"]["ssd"]["bad"] == turned and rows[full]["scrub"]["dram"]["bad"] == 0
         assert {bad["status"] for bad in rows[full]["bad"]} == {"corrupt"}
         assert tenant.load().loaded.all()  # memory still has them
-        assert pool.metrics(f"node{index}")["kvstrata_node_scrub_corrupt_total", ""] == turned
-        code, rows = check(pool, full, "--scrub")
+        assert fresh.metrics(f"node{index}")["kvstrata_node_scrub_corrupt_total", ""] == turned
+        code, rows = check(fresh, full, "--scrub")
         assert code == 0 and rows[full]["scrub"]["ssd"]["bad"] == 0
 
 
-def test_a_node_that_cannot_be_asked_is_a_failure_and_the_others_are_checked(pool: TieredPool) -> None:
-    dead, well = node_id(pool, 0), node_id(pool, 1)
-    pool.kill("node0")
-    code, rows = check(pool)
+def test_a_node_that_cannot_be_asked_is_a_failure_and_the_others_are_checked(crippled: TieredPool) -> None:
+    dead, well = node_id(crippled, 0), node_id(crippled, 1)
+    code, rows = check(crippled)
     assert code == 1 and rows[well]["healthy"] and not rows[dead]["healthy"]
     assert rows[dead]["error"]  # cannot connect; or another process has its port by now, and knows nothing of checks
-    code, told = called("node", "check", "--master", pool.address)
+    code, told = called("node", "check", "--master", crippled.address)
     assert code == 1 and "not checked" in told and "sound" in told
-    code, told = called("node", "check", "nobody", "--master", pool.address)
+    code, told = called("node", "check", "nobody", "--master", crippled.address)
     assert code == 2 and "no node nobody" in told and well in told
 
 

@@ -60,6 +60,9 @@ class TieredPool(RealPool):
     def data_of(self, index: int) -> Path:
         return self._base / f"node{index}"
 
+    def ssd_of(self, index: int) -> Path:
+        return self._base / f"node{index}-ssd"
+
     def kill(self, name: str) -> None:
         self.daemons[name].signal(signal.SIGKILL)
         self.daemons[name].end()
