@@ -31,13 +31,17 @@ KEYS_FILE: Final = "ticket-keys"
 File = Annotated[Path, typer.Argument(help="The token file of the masters, and of nodes.", show_default=False)]
 Hosts = Annotated[
     list[str] | None,
-    typer.Option("--host", help="A name or address by which masters and nodes are reached; again for each."),
+    typer.Option("--host", help="A name or address by which masters are reached; again for each. This host, if none."),
+]
+NodeHosts = Annotated[
+    list[str] | None,
+    typer.Option("--node-host", help="The same for nodes: their certificate is good for these and no masters' names."),
 ]
 Folder = Annotated[Path, typer.Argument(help="A directory for the files.", show_default=False)]
 
 
 @auth.command()
-def init(folder: Folder, host: Hosts = None, as_json: Json = False) -> None:
+def init(folder: Folder, host: Hosts = None, node_host: NodeHosts = None, as_json: Json = False) -> None:
     """Make all that a secured pool needs, and say which flags use it. Nothing that is there is replaced.
 
     An authority, certificates of masters, nodes and clients, ticket keys, and a token for each role, in a file each.
@@ -54,7 +58,7 @@ def init(folder: Folder, host: Hosts = None, as_json: Json = False) -> None:
         now = datetime.datetime.now(datetime.UTC)
         authority = Authority.new(now)
         authority.write(folder)
-        _give_certificates(authority, folder, host or [], now)
+        _give_certificates(authority, folder, host, node_host, now)
         ticket_key_file.write_first(folder / KEYS_FILE)
         rows = []
         for role in Role:
@@ -70,11 +74,11 @@ def init(folder: Folder, host: Hosts = None, as_json: Json = False) -> None:
 
 
 @auth.command()
-def certs(folder: Folder, host: Hosts = None) -> None:
+def certs(folder: Folder, host: Hosts = None, node_host: NodeHosts = None) -> None:
     """Give new certificates by the authority that `auth init` made: daemons read them without a restart."""
     with expected_errors():
         check_installed()
-        _give_certificates(Authority.read(folder), folder, host or [], datetime.datetime.now(datetime.UTC))
+        _give_certificates(Authority.read(folder), folder, host, node_host, datetime.datetime.now(datetime.UTC))
         typer.echo(f"new certificates of master, node and client are in {folder}")
 
 
@@ -209,8 +213,14 @@ def keys_list(
 # ---------------------------------------------------------------- what is said
 
 
-def _give_certificates(authority: Authority, folder: Path, hosts: list[str], now: datetime.datetime) -> None:
-    for name in ("master", "node"):
+def _give_certificates(
+    authority: Authority,
+    folder: Path,
+    masters: list[str] | None,
+    nodes: list[str] | None,
+    now: datetime.datetime,
+) -> None:
+    for name, hosts in (("master", masters), ("node", nodes)):
         authority.give(folder, name, hosts or [os.uname().nodename], now)
     authority.give(folder, "client", [], now)
 

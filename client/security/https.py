@@ -14,8 +14,11 @@ from typing import Any, Final
 from kvstrata.client.security.credentials import Credentials
 from kvstrata.proto.errors import InvalidArgument, Unauthenticated, Unavailable
 from kvstrata.transfer.identity import parse_address
+from kvstrata.transfer.security.tls import common_names
 
 ANSWER_BYTES_MAX: Final = 1 << 20
+#: Common names, as `kvstrata auth init` gives them, of those who get no token: masters alone do.
+NO_MASTERS: Final = frozenset({"kvstrata-node", "kvstrata-client"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def request(
     if time.monotonic() >= deadline:
         raise Unavailable(f"no time left to ask {endpoint}")
     context = None if credentials.ca is None else credentials.context()
-    connection = _Connection(host, port, deadline, context, named or host)
+    connection = _Connection(host, port, deadline, context, named or host, NO_MASTERS if shows_token else frozenset())
     try:
         connection.request(method, path, headers=headers)
         ends = connection.ends
@@ -87,14 +90,24 @@ def _place(endpoint: str) -> tuple[str, int]:
 class _Connection(http.client.HTTPConnection):
     """HTTP, over TLS with ``context``, where the certificate has to name ``named``; every wait ends by ``deadline``.
 
-    ``ends``: when the server's certificate does, in Unix seconds; None without TLS.
+    Nothing is sent to who has a certificate of a common name in ``refused``: :class:`Unauthenticated`. ``ends``: when
+    the server's certificate does, in Unix seconds; None without TLS.
     """
 
-    def __init__(self, host: str, port: int, deadline: float, context: ssl.SSLContext | None, named: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        deadline: float,
+        context: ssl.SSLContext | None,
+        named: str,
+        refused: frozenset[str],
+    ) -> None:
         super().__init__(host, port)
         self._deadline = deadline
         self._context = context
         self._named = named
+        self._refused = refused
         self.ends: float | None = None
 
     def connect(self) -> None:
@@ -104,6 +117,10 @@ class _Connection(http.client.HTTPConnection):
             if self._context is not None:
                 sock = secured = self._context.wrap_socket(sock, server_hostname=self._named)
                 found = secured.getpeercert()
+                if not self._refused.isdisjoint(common_names(found)):
+                    raise Unauthenticated(
+                        f"{self.host}:{self.port} shows the certificate of no master: no token goes there"
+                    )
                 self.ends = float(ssl.cert_time_to_seconds(str(found["notAfter"]))) if found else None
         except BaseException:
             sock.close()

@@ -31,7 +31,7 @@ def run(*arguments: str, code: int = 0) -> str:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auth") / "pool"
-    run("init", str(folder), "--host", "kv-0.example.org", "--host", "10.0.0.1", "--host", "*.kv.svc")
+    run("init", str(folder), "--host", "kv-0.example.org", "--host", "10.0.0.1", "--node-host", "*.kv.svc")
     return folder
 
 
@@ -72,6 +72,7 @@ def test_certificates_are_good_for_their_hosts_and_no_others(made: Path) -> None
     assert handshake(made, "master", "kv-0.example.org") == ""
     assert handshake(made, "master", "10.0.0.1") == "" and handshake(made, "node", "a.kv.svc") == ""
     assert handshake(made, "master", "localhost") == ""
+    assert handshake(made, "node", "kv-0.example.org") and handshake(made, "master", "a.kv.svc")
     assert "not valid for" in handshake(made, "master", "elsewhere") or "mismatch" in handshake(
         made, "master", "elsewhere"
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -190,6 +191,41 @@ def test_who_is_no_master_is_not_asked(master: FakeMaster) -> None:
     with pytest.raises(InvalidArgument, match="not a master"):
         fetch(master)
     assert not master.asked
+
+
+@pytest.mark.parametrize(
+    "holder, shows_token, served", [("node", True, False), ("node", False, True), ("master", True, True)]
+)
+def test_no_token_goes_to_a_host_with_a_nodes_certificate(
+    authority: Credentials, holder: str, shows_token: bool, served: bool
+) -> None:
+    import datetime
+
+    from kvstrata.cli.authority import Authority
+
+    assert authority.ca is not None
+    folder = authority.ca.parent
+    Authority.read(folder).give(folder, holder, ["localhost"], datetime.datetime.now(datetime.UTC))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / f"{holder}.pem", folder / f"{holder}-key.pem")
+    heard = b""
+
+    def serve() -> None:
+        nonlocal heard
+        plain, _ = listener.accept()
+        plain.settimeout(5)
+        with context.wrap_socket(plain, server_side=True) as connection, suppress(OSError):
+            heard = connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 x\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with nullcontext() if served else pytest.raises(Unauthenticated, match="of no master"):
+            endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+            request(authority, "GET", endpoint, "/", deadline=time.monotonic() + 5, shows_token=shows_token)
+        thread.join(5)
+    assert bool(heard) == served and (TOKEN.encode() in heard) == (served and shows_token)
 
 
 @pytest.fixture
