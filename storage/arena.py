@@ -7,6 +7,7 @@ inventory's business. DRAM is allocated and faulted at the start; extents of SSD
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
@@ -58,12 +59,21 @@ class Arena(Generic[G]):
         self.bytes_used = 0
         self._free: list[G] = list(reversed(self.slabs))
         self._shaped: dict[int, dict[int, G]] = {}
+        #: slot size -> heap of (when it was cut, slab): each cut slab with room, and some without or cut again since.
+        self._with_room: dict[int, list[tuple[int, G]]] = {}
+        self._listed: set[int] = set()  #: indexes of slabs that :attr:`_with_room` has, as they are cut now
+        self._cut_at: dict[int, int] = {}
+        self._cuts = 0
+        self._slots_of: dict[int, int] = {}
         self._excluded: set[int] = set()
         self._generation = 0
 
     def slots_in_a_slab(self, slot_bytes: int) -> int:
         """0 when a block of that size can never be held."""
-        return self.slabs[0].room_for(slot_bytes)[0] if self.slabs else 0
+        found = self._slots_of.get(slot_bytes)
+        if found is None:
+            found = self._slots_of[slot_bytes] = self.slabs[0].room_for(slot_bytes)[0] if self.slabs else 0
+        return found
 
     def allocate(self, slot_bytes: int, count: int) -> list[tuple[G, list[int]]]:
         """Up to ``count`` free slots, ascending within each grid; fewer when nothing more is free.
@@ -71,24 +81,40 @@ class Arena(Generic[G]):
         The caller enters a record for each in its grid's ``blocks`` before it does anything else.
         """
         slots: list[tuple[G, list[int]]] = []
-        for slab in self._shaped.get(slot_bytes, {}).values():
-            if slab.free:
+        heap = self._with_room.get(slot_bytes, [])
+        while count and (heap or self._shape_one(slot_bytes)):
+            heap = self._with_room[slot_bytes]
+            at, slab = heap[0]
+            if self._cut_at.get(slab.index) != at:
+                heapq.heappop(heap)
+                continue
+            free = slab.free
+            if free:
                 slots.append((slab, slab.take(count)))
-                count -= len(slots[-1][1])
-                if not count:
-                    return slots
-        while count and (fresh := self._shape_one(slot_bytes)) is not None:
-            slots.append((fresh, fresh.take(count)))
-            count -= len(slots[-1][1])
+                count -= min(free, count)
+            if count:  # it is full
+                heapq.heappop(heap)
+                self._listed.discard(slab.index)
         return slots
 
-    def _shape_one(self, slot_bytes: int) -> G | None:
+    def _shape_one(self, slot_bytes: int) -> bool:
         if not self._free or not self.slots_in_a_slab(slot_bytes):
-            return None
-        slab = self._free.pop()
+            return False
+        self._cut(self._free.pop(), slot_bytes)
+        return True
+
+    def _cut(self, slab: G, slot_bytes: int) -> None:
         slab.shape(slot_bytes)
         self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
-        return slab
+        self._cuts += 1
+        self._cut_at[slab.index] = self._cuts
+        self._list(slab)
+
+    def _list(self, slab: G) -> None:
+        """A slab in use has room."""
+        if slab.index not in self._listed and slab.index not in self._excluded:
+            self._listed.add(slab.index)
+            heapq.heappush(self._with_room.setdefault(slab.slot_bytes, []), (self._cut_at[slab.index], slab))
 
     def adopt(self, slab: G, slot_bytes: int, slots: Sequence[int], generation: int) -> None:
         """Take a free grid into use as it was found on a device: cut to ``slot_bytes``, these slots taken.
@@ -96,18 +122,19 @@ class Arena(Generic[G]):
         ``generation`` is the greatest that was found in it. The caller enters a record for each slot.
         """
         self._free.remove(slab)
-        slab.shape(slot_bytes)
+        self._cut(slab, slot_bytes)
         slab.adopt(slots)
-        self._shaped.setdefault(slot_bytes, {})[slab.index] = slab
         self._generation = max(self._generation, generation)
 
     def disown(self, slab: G, slots: Sequence[int]) -> None:
         """After :meth:`adopt`: nobody uses these slots after all. A grid without any goes back to the free list."""
         slab.disown(slots)
-        if not slab.blocks:
-            self._uncut(slab)
-            slab.shape(0)
-            self._free.append(slab)
+        if slab.blocks:
+            self._list(slab)
+            return
+        self._uncut(slab)
+        slab.shape(0)
+        self._free.append(slab)
 
     def exclude(self, slab: G) -> None:
         """Its device is gone: nothing is allocated in it any more. What is taken there is freed as ever."""
@@ -146,22 +173,29 @@ class Arena(Generic[G]):
 
     def free(self, slab: G, slot: int) -> None:
         """Give one slot back; an empty slab goes back to the free list."""
-        slab.give_back(slot)
-        self.bytes_used -= slab.slot_bytes
-        if slab.blocks:
-            return
+        self.free_all(slab, (slot,))
+
+    def free_all(self, slab: G, slots: Sequence[int]) -> None:
+        """:meth:`free` several slots of one slab."""
+        slab.give_back(slots)
+        self.bytes_used -= len(slots) * slab.slot_bytes
         if slab.index in self._excluded:
+            if not slab.blocks:
+                slab.shape(0)
+        elif slab.blocks:
+            self._list(slab)
+        else:
+            self._uncut(slab)
             slab.shape(0)
-            return
-        self._uncut(slab)
-        slab.shape(0)
-        self._free.append(slab)
+            self._free.append(slab)
 
     def _uncut(self, slab: G) -> None:
         shaped = self._shaped[slab.slot_bytes]
-        del shaped[slab.index]
+        del shaped[slab.index], self._cut_at[slab.index]
+        self._listed.discard(slab.index)
         if not shaped:
             del self._shaped[slab.slot_bytes]
+            self._with_room.pop(slab.slot_bytes, None)
 
     def shared(self) -> bool:
         """True when slots of more than one size are in use."""
@@ -192,11 +226,15 @@ class Arena(Generic[G]):
                 slab.check()
                 used += len(slab.blocks) * size
                 in_use.add(index)
+                assert not slab.free or index in self._listed, f"slab {index} has room, and is not listed"
         for slab in self.slabs:
             if slab.index in self._excluded:
                 slab.check()
                 used += len(slab.blocks) * slab.slot_bytes
         assert used == self.bytes_used, f"{self.bytes_used} bytes counted as used, {used} are"
+        listed = [s.index for heap in self._with_room.values() for at, s in heap if self._cut_at.get(s.index) == at]
+        assert len(listed) == len(set(listed)) and set(listed) == self._listed, "a slab with room is listed twice"
+        assert self._cut_at.keys() == in_use, "a slab that is cut has no number"
         unused = {slab.index for slab in self._free}
         assert not unused & in_use and len(unused) == len(self._free)
         assert not self._excluded & (unused | in_use), "a grid of a failed device is in use"

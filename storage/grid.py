@@ -72,10 +72,12 @@ class SlotGrid:
         for slot, number in zip(slots, numbers, strict=True):
             self.generations[slot] = number
 
-    def give_back(self, slot: int) -> None:
-        """Free a slot; O(log slots)."""
-        del self.blocks[slot]
-        heapq.heappush(self._freed, slot)
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Free slots; O(log slots) each."""
+        blocks, freed, push = self.blocks, self._freed, heapq.heappush
+        for slot in slots:
+            del blocks[slot]
+            push(freed, slot)
 
     def adopt(self, slots: Sequence[int]) -> None:
         """Right after :meth:`shape`: these are taken (found on a device); the caller enters them in ``blocks``."""

@@ -210,6 +210,32 @@ class Inventory:
         self._leaving.discard(block)
         self._free(block)
 
+    def drop_all(self, blocks: Sequence[Block], verb: str) -> None:
+        """:meth:`drop` the blocks of one reservation, in their order."""
+        shelf = blocks[0].shelf
+        plain = not shelf.retired and (self.eraser is None or not self.eraser.left((shelf,)))
+        if not plain or not all(block.state == IN_FLIGHT for block in blocks):
+            for block in blocks:
+                self.drop(block, verb)
+            return
+        self.story.tell_each(self.policy.now, verb, shelf, blocks)
+        kept, pending, slot_bytes = shelf.blocks, 0, blocks[0].slab.slot_bytes
+        for block in blocks:
+            del kept[block.hash]
+            block.slab.pinned -= 1
+            pending += slot_bytes
+            parent = block.parent
+            if parent is not None:
+                if parent.parked:  # it may be listed by what its tenant has now
+                    self.policy.discharge(shelf.salt, pending)
+                    pending = 0
+                self.policy.unlink(block)
+        if pending:
+            self.policy.discharge(shelf.salt, pending)
+        if not kept:
+            del self.shelves[shelf.entry.handle, shelf.salt]
+        self._free_run(blocks)
+
     def _free(self, block: Block) -> None:
         if self.eraser is not None and self.eraser.keeps(block):
             block.state = LEAVING
@@ -220,15 +246,7 @@ class Inventory:
         slab.pinned -= 1
         self.policy.discharge(block.shelf.salt, slab.slot_bytes)
         self.arena.free(slab, block.slot)
-        parent, block.parent = block.parent, None
-        if parent is not None:
-            parent.children -= 1
-            if parent.child is block:
-                parent.child = None
-            if not parent.children and parent.parked:
-                parent.stamp = max(parent.stamp, block.stamp)
-                parent.slab.hot = max(parent.slab.hot, parent.stamp)
-                self.policy.unprotect(parent)
+        self.policy.unlink(block)
 
     # ------------------------------------------------------------------ leases and chains
 
@@ -287,8 +305,8 @@ class Inventory:
         """
         freed = self._sweep_own(salt, nbytes) if self._retired else 0
         while freed < nbytes and (victim := self.policy.own_victim(salt, before)) is not None:
-            freed += victim.slab.slot_bytes
-            self._evict(victim, why, salt)
+            slot_bytes = victim.slab.slot_bytes
+            freed += slot_bytes * self._evict_from(victim, -(-(nbytes - freed) // slot_bytes), why, salt, own=True)
         return freed if freed >= nbytes else freed + self._evict_copied(salt, nbytes - freed, why, before)
 
     def _evict_copied(self, salt: str, nbytes: int, why: Departure, before: int, slot_bytes: int = 0) -> int:
@@ -364,8 +382,7 @@ class Inventory:
             if victim is None:
                 missing = (wanted - freed) * slot_bytes
                 return freed + self._evict_copied(cause, missing, Departure.ROOM, before, slot_bytes) // slot_bytes
-            self._evict(victim, _ROOM, cause)
-            freed += 1
+            freed += self._evict_from(victim, wanted - freed, _ROOM, cause, own=False)
         return freed
 
     def _slab_to_take(self, slot_bytes: int, victim: Block | None, cause: str, before: int) -> SlotGrid | None:
@@ -406,15 +423,54 @@ class Inventory:
             else:
                 self._evict(block, Departure.ROOM, cause)
 
-    def _evict(self, block: Block, why: Departure, cause: str) -> None:
+    def _evict_from(self, victim: Block, limit: int, why: Departure, cause: str, own: bool) -> int:
+        """Evict what the policy named, and up to ``limit`` - 1 more that it would name next; how many."""
+        shelf = victim.shelf
+        runs = limit > 1 and shelf.salt == cause and (self.eraser is None or not self.eraser.left((shelf,)))
+        blocks = self.policy.take(victim, limit, own) if runs else ()
+        if not blocks:
+            self._evict(victim, why, cause)
+            return 1
+        self._count_evicted(blocks, why)
+        hashes = [block.hash for block in blocks]
+        for key in hashes:
+            del shelf.blocks[key]
+        if not shelf.blocks:
+            del self.shelves[shelf.entry.handle, shelf.salt]
+        self.story.tell_each(self.policy.now, "evicted" if why is _ROOM else _VERBS[why], shelf, blocks)
+        self.visible -= len(blocks)
+        while hashes:  # a batch ends where it would, told of them one by one
+            room = self.deltas.room
+            self.deltas.record(False, shelf, hashes[:room], self.tier, why, cause)
+            hashes = hashes[room:]
+        self.policy.discharge(shelf.salt, len(blocks) * blocks[0].slab.slot_bytes)
+        self._free_run(blocks)
+        return len(blocks)
+
+    def _free_run(self, blocks: Sequence[Block]) -> None:
+        """Slots of blocks that nobody finds, reads or writes, and that are unlinked and discharged."""
+        slab, slots = blocks[0].slab, list[int]()
+        for block in blocks:
+            block.state = GONE
+            if block.slab is not slab:
+                self.arena.free_all(slab, slots)
+                slab, slots = block.slab, []
+            slots.append(block.slot)
+        self.arena.free_all(slab, slots)
+
+    def _count_evicted(self, blocks: Sequence[Block], why: Departure) -> None:
         counts = self.counts
-        counts.evicted += 1
+        counts.evicted += len(blocks)
         if why is _QUOTA:
-            counts.evicted_quota += 1
+            counts.evicted_quota += len(blocks)
         elif why is _LOWERED:
-            counts.evicted_lowered += 1
+            counts.evicted_lowered += len(blocks)
         if self.evicted is not None:
-            self.evicted(block)
+            for block in blocks:
+                self.evicted(block)
+
+    def _evict(self, block: Block, why: Departure, cause: str) -> None:
+        self._count_evicted((block,), why)
         verb = "evicted" if why is _ROOM else _VERBS[why]
         self.withdraw(block, verb, block.hinted if block.stamp == HINTED else why, cause)
 

@@ -104,8 +104,7 @@ class ReservationBook:
                 if block.state == IN_FLIGHT:
                     self._inventory.withdraw(block, verb)
             return
-        for block in reservation.blocks:
-            self._inventory.drop(block, verb)
+        self._inventory.drop_all(reservation.blocks, verb)
 
     def abort_all(self, numbers: set[int]) -> None:
         for number in list(numbers):

@@ -47,6 +47,17 @@ class Story:
                 return
         entries.append(Entry(at, verb, shelf, bytearray(block.hash), 1))
 
+    def tell_each(self, at: float, verb: str, shelf: Shelf, blocks: Sequence[Block]) -> None:
+        """As :meth:`tell_one` of one after the other."""
+        entries, done = self._entries, 0
+        while done < len(blocks):
+            self.tell_one(at, verb, shelf, blocks[done])
+            last, done = entries[-1], done + 1
+            part = blocks[done : done + HASHES_MAX - last.count]
+            last.hashes += b"".join([block.hash for block in part])
+            last.count += len(part)
+            done += len(part)
+
     def of(self, shelf_key: tuple[int, str], key: bytes) -> list[tuple[float, str]]:
         """(when, verb) of every remembered entry that names the block, oldest first; O(entries)."""
         width = len(key)

@@ -202,6 +202,45 @@ class IsolatedLRU:
         if queue.entry is None or block.stamp < queue.entry[0]:
             self._list(queue, block.stamp)
 
+    def unlink(self, block: Block) -> None:
+        """The block has left: it protects the one before it no longer."""
+        parent, block.parent = block.parent, None
+        if parent is None:
+            return
+        parent.children -= 1
+        if parent.child is block:
+            parent.child = None
+        if not parent.children and parent.parked:
+            parent.stamp = max(parent.stamp, block.stamp)
+            parent.slab.hot = max(parent.slab.hot, parent.stamp)
+            self.unprotect(parent)
+
+    def take(self, victim: Block, limit: int, own: bool) -> list[Block]:
+        """Forget and unlink a victim, and up to ``limit`` - 1 of its call that are next each time, in that order.
+
+        ``own``: it is what :meth:`own_victim` gave, else what :meth:`victim` gave to its own tenant. Nothing happens,
+        and none are returned, where a block that leaves may change whose turn it is.
+        """
+        queue, stamp = victim.queue, victim.stamp
+        assert queue is not None and queue.group is not None
+        others = len(queue.group.tenant.groups) > 1 if own else len(self._tenants) > 1
+        if others or victim.keep is not None or stamp == HINTED:
+            return []
+        order, taken, block = queue.order, [victim], victim
+        while True:
+            order.remove(block)
+            block.queue = None
+            self.unlink(block)
+            front = order.front() if len(taken) < limit else None
+            if front is None or front.stamp != stamp:
+                break
+            taken.append(block := front)
+        queue.count -= len(taken)
+        if not queue.count:
+            queue.shelf.queue = None
+            self._close(queue)
+        return taken
+
     def retire(self, shelf: Shelf) -> int:
         """The shelf's blocks are victims before all others, and its owner's business; how many. O(1)."""
         queue = shelf.queue

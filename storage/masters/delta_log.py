@@ -86,6 +86,11 @@ class DeltaLog:
         """Whether there is something in the open batch."""
         return bool(self._open)
 
+    @property
+    def room(self) -> int:
+        """So many hashes more end the open batch."""
+        return self._batch_max - self._open_count
+
     def record(
         self,
         added: bool,
