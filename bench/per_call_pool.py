@@ -6,7 +6,6 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -85,8 +84,5 @@ class _Asker:
 
 
 def _cpu_ns(pid: int) -> int:
-    """Nanoseconds that all threads of a process have run."""
-    total = 0
-    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        total += int(stat.read_text().split()[0])
-    return total
+    """Nanoseconds that a process has run, with all threads that it has had: what clock_getcpuclockid(3) names."""
+    return time.clock_gettime_ns((~pid << 3) | 2)

@@ -39,8 +39,8 @@ FRAME_S: Final = 20.0
 PROGRESS_S: Final = 0.1
 #: While nobody asks anything nobody is owed progress: after so long, the loop that sends it sleeps until it is woken.
 AWAKE_S: Final = 1.0
-DOZE_S: Final = 2.0
-DOZE_BOUND_S: Final = 5.0
+DOZE_S: Final = 0.9
+DOZE_BOUND_S: Final = 2.0
 #: Kinds that nobody waits for an answer to: one would be taken for that of another request.
 ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT))
 

@@ -79,20 +79,24 @@ class Sidecar:
     def stop(self) -> None:
         """End it quietly: the masters were told that the node leaves. Bounded by ``STOP_S``."""
         self._stopping = True
-        process = self._process
-        if process is not None:
-            try:
-                assert process.stdin is not None
-                process.stdin.write("quit\n")
-                process.stdin.flush()
-                process.wait(STOP_S)
-            except (OSError, subprocess.TimeoutExpired):
-                process.kill()
-                process.wait(STOP_S)
+        try:
+            if self._process is not None:
+                self._end(self._process)
+        finally:
             self._close_pipe()
-        self._process = None
-        self._page.close()
-        os.close(self._fd)
+            self._process = None
+            self._page.close()
+            os.close(self._fd)
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        try:
+            assert process.stdin is not None
+            process.stdin.write("quit\n")
+            process.stdin.flush()
+            process.wait(STOP_S)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(STOP_S)
 
     def _close_pipe(self) -> None:
         if self._process is None or self._process.stdin is None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvstrata.proto.status import BlockStatus, HintKind, Tier
-from kvstrata.storage.eviction.isolated_lru import IDLE_S
+from kvstrata.storage.eviction.isolated_lru import IDLE_S, IsolatedLRU
 from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.masters.delta_log import DeltaLog
@@ -124,10 +124,13 @@ class TenantMachine(NodeMachine):
             hashes = keys(range(start, start + count))
             wanted = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
             there = {key for key in wanted if key in shelf.blocks and shelf.blocks[key].state == VISIBLE}
+            policy = tier.policy
+            assert isinstance(policy, IsolatedLRU)
+            room = policy._room(policy._tenants[salt])
             changed = len(tier.hint(shelf, wanted, kind, self.now + seconds))
             assert changed <= len(there)
             kept = sum(block.slab.slot_bytes for block in tier.blocks() if block.keep and block.shelf.salt == salt)
-            assert kept * 2 <= self.used(tier, salt) or kind != HintKind.KEEP or not changed
+            assert kept * 2 <= max(self.used(tier, salt), room) or kind != HintKind.KEEP or not changed
 
     # ------------------------------------------------------------------ the other tier
 
