@@ -14,9 +14,14 @@ from kvstrata.master.index.engine_feed import EngineFeed
 from kvstrata.master.index.engine_index import EngineIndex, Prefix
 from kvstrata.master.index.engine_source import EngineAddress, EngineSource
 from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loop, Loops
 
+log = get_logger(__name__)
+
 POLL_MS: Final = 500
+#: A turn ends within this when all is closed.
+STOP_S: Final = 2.0
 #: An engine that cannot be reached is forgotten after this.
 EXPIRE_S: Final = 30.0
 #: And is a problem in health after this.
@@ -43,6 +48,7 @@ class EngineEvents:
             raise ConfigError(f"two engines with one name: {', '.join(sorted(names))}")
         self.index = EngineIndex()
         self._lock = threading.Lock()
+        self._turns = threading.Lock()  #: held in a turn, and for good when the sockets are gone
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sources: dict[str, EngineSource] = {}
         try:
@@ -59,7 +65,10 @@ class EngineEvents:
         return EngineFeed(lambda said: index.apply(name, said), lambda: index.clear(name), replays=bool(engine.replay))
 
     def close(self) -> None:
-        self._loop.stop(2.0)
+        self._loop.stop(STOP_S)
+        if not self._turns.acquire(timeout=STOP_S):
+            log.error("the reader of engines' events did not end in time: its sockets stay open", seconds=2 * STOP_S)
+            return
         for source in self._sources.values():
             source.close()
         self._context.destroy(linger=0)
@@ -96,6 +105,14 @@ class EngineEvents:
     # ------------------------------------------------------------------ the loop
 
     def _turn(self) -> None:
+        if not self._turns.acquire(blocking=False):
+            return  # closed
+        try:
+            self._read()
+        finally:
+            self._turns.release()
+
+    def _read(self) -> None:
         poller = zmq.Poller()
         for source in self._sources.values():
             for socket in source.sockets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.master.index import engine_events as engine_events_module
 from kvstrata.master.index import engine_feed
+from kvstrata.master.index.engine_events import EngineEvents
 from kvstrata.master.index.engine_feed import EngineFeed
 from kvstrata.master.index.engine_index import ENGINES_MAX, PLACES_MAX, EngineIndex, Prefix
 from kvstrata.master.index.engine_source import EngineAddress, parse_engine
 from kvstrata.proto.errors import Busy, ConfigError
 from kvstrata.transfer.kv_events.events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvstrata.transfer.loops import Loops
 
 EPOCH = 1 << 32
 
@@ -214,3 +218,24 @@ def test_what_waits_for_a_replay_is_bounded_by_bytes(monkeypatch: pytest.MonkeyP
     assert feed.batch(4, [stored(4)], 40) == 3 and feed.replaying
     assert feed.batch(5, [stored(5)], 90) is None and feed.replaying, "what waited before counts no more"
     feed.check()
+
+
+def test_sockets_are_not_taken_from_under_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_events_module, "STOP_S", 0.05)
+    loops, within, go_on = Loops(), threading.Event(), threading.Event()
+
+    def slow(events: EngineEvents) -> None:
+        within.set()
+        assert go_on.wait(10.0)
+
+    monkeypatch.setattr(EngineEvents, "_read", slow)
+    events = EngineEvents([EngineAddress("e", "tcp://127.0.0.1:9")], loops)
+    try:
+        assert within.wait(10.0)
+        events.close()
+        assert not any(socket.closed for socket in events._sources["e"].sockets)
+    finally:
+        go_on.set()
+        loops.stop()
+    events.close()
+    assert events._context.closed

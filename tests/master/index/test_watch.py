@@ -80,8 +80,9 @@ def test_rights_are_looked_at_in_a_snapshot_too(hub: Hub, monkeypatch: pytest.Mo
 
     said: list[control.IndexMessage] = []
     with pytest.raises(Unauthenticated):
-        said.extend(Watchers(hub).watch(control.IndexQuery(), EVERYTHING, active))
-    assert len(looked) == 6
+        for message in Watchers(hub).watch(control.IndexQuery(), EVERYTHING, active):
+            said.append(message)
+    assert len(looked) == 6 and said[0].reset and not any(message.live for message in said)
 
 
 def test_pieces_without_blocks_are_a_sign_of_life(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
