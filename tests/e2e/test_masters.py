@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import KVError, Retryable
+from tests import command_line
 from tests.e2e.many_masters import COUNT, ManyMasters, Reader
 from tests.e2e.real_pool import until
 from tests.redis_server import needs_redis
@@ -104,8 +103,9 @@ def test_another_master_leads_when_the_leader_is_gone(pool: ManyMasters, reader:
 
 def _listed(pool: ManyMasters) -> dict[str, Any]:
     """What ``kvstrata masters`` says."""
-    command = [sys.executable, "-m", "kvstrata.cli.app", "masters", "--master", pool.masters, "--json"]
-    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, timeout=30).stdout))
+    done = command_line.run("masters", "--master", pool.masters, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def _leader_of_two(pool: ManyMasters, stopped: str) -> str:

@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import typer.main
 from kvstrata.cli.app import app
 from kvstrata.client import Client
 from kvstrata.master.stores.redis_url import parse_redis_url
+from tests import command_line
 from tests.helm.pods import Running, arguments_of, close, environment_of, local, start
 from tests.helm.rendering import Object, Values, main_container, objects, one, value_sets, workloads
 from tests.redis_server import RedisServer, needs_redis
@@ -60,8 +59,7 @@ def run(stack: contextlib.ExitStack, workload: Object, base: Path, masters: str 
 
 
 def active(master: str) -> list[str]:
-    command = [sys.executable, "-m", "kvstrata.cli.app", "node", "list", "--master", master, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = command_line.run("node", "list", "--master", master, "--json")
     assert done.returncode == 0, done.stderr
     return [row["node_id"] for row in json.loads(done.stdout) if row["state"] == "active"]
 
