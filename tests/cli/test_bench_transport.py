@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.transfer.rdma.found import find_devices
-from tests.cli.test_doctor import called
+from tests.cli.test_doctor import called_process as called
 from tests.cli.test_doctor_rails import needs_cma
 from tests.e2e.tiered_pool import TieredPool
 

@@ -89,9 +89,11 @@ def as_json(stdout: str, stderr: str) -> Any:
         return stdout + stderr
 
 
-def doctor(*arguments: str, limit: Callable[[], None] | None = None) -> tuple[int, dict[str, dict[str, str]]]:
+def doctor(
+    *arguments: str, limit: Callable[[], None] | None = None, own_process: bool = False
+) -> tuple[int, dict[str, dict[str, str]]]:
     """(exit code, rows by what they are of)."""
-    call = called if limit is None else partial(called_process, limit=limit)
+    call = partial(called_process, limit=limit) if own_process or limit is not None else called
     code, told = call("doctor", "--json", *arguments)
     assert isinstance(told, dict), told
     rows = {row["what"]: row for row in told["rows"]}

@@ -200,7 +200,7 @@ def pool(tmp_path: Path) -> Iterator[TieredPool]:
 
 @needs_cma
 def test_nodes_are_reached_over_their_rails_and_tested(pool: TieredPool) -> None:
-    code, rows = doctor("--master", pool.address, "--round-trip")
+    code, rows = doctor("--master", pool.address, "--round-trip", own_process=True)
     assert code == 0, [row for row in rows.values() if row["verdict"] == "problem"]
     for index in range(2):
         row = rows[f"{node_id(pool, index)}: rdma"]
@@ -213,7 +213,7 @@ def test_rails_that_cannot_be_opened_are_a_problem_and_tcp_is_well(
     pool: TieredPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "nonsense")  # of the doctor's process alone
-    code, rows = doctor("--master", pool.address)
+    code, rows = doctor("--master", pool.address, own_process=True)
     row = rows[f"{node_id(pool, 0)}: rdma"]
     assert code == 1 and row["verdict"] == "problem" and "tcp meanwhile" in row["advice"], row
     assert rows[f"{node_id(pool, 0)}: tcp"]["verdict"] == "ok"
@@ -222,7 +222,7 @@ def test_rails_that_cannot_be_opened_are_a_problem_and_tcp_is_well(
 def test_a_node_without_rails_says_why(tmp_path: Path) -> None:
     one = TieredPool(tmp_path, nodes=1, more=("--rdma", "off"))
     try:
-        _, rows = doctor("--master", one.address)
+        _, rows = doctor("--master", one.address, own_process=True)
         row = rows[f"{node_id(one, 0)}: rdma"]
         assert row["verdict"] == "not applicable" and "off" in row["found"], row
     finally:
