@@ -34,14 +34,16 @@ def block_checksum(blocks: BlockView, index: int) -> int:
 def checksums(blocks: BlockView) -> npt.NDArray[np.uint64]:
     """One checksum a block, u64[n]."""
     data, digest = memoryview(blocks.region.bytes), _digest  # type: ignore[arg-type]
-    # Start and length of each piece of a block in turn.
-    rows: list[list[int]] = blocks.table.reshape(len(blocks), 2 * blocks.pieces).tolist()
+    # Flat lists: one a block would be a collector's business.
+    starts, lengths = blocks.table[:, :, 0].ravel().tolist(), blocks.table[:, :, 1].ravel().tolist()
     if blocks.pieces == 1:
+        rows = zip(starts, lengths, strict=True)
         return np.array([digest(data[start : start + length]) for start, length in rows], np.uint64)
-    found = []
-    for row in rows:
+    found, pieces = [], range(blocks.pieces)
+    rows = zip(starts, lengths, strict=True)
+    for _ in range(len(blocks)):
         state = xxhash.xxh3_64()
-        for start, length in zip(row[::2], row[1::2], strict=True):
+        for _, (start, length) in zip(pieces, rows, strict=False):
             state.update(data[start : start + length])
         found.append(state.intdigest())
     return np.array(found, np.uint64)
