@@ -26,9 +26,10 @@ class KeyFile:
         """The keys of now. Cheap."""
         return self._file.current()
 
-    def refresh(self) -> None:
-        """Look at the file now."""
+    def refresh(self) -> TicketKeys:
+        """The keys that the file has at this moment, if it is good."""
         self._file.refresh()
+        return self._file.current()
 
     def problem(self) -> str:
         """Why the file as it is now is not in use; empty when it is."""

@@ -403,3 +403,16 @@ def test_clocks_are_what_the_owner_gives(keys: KeyFile) -> None:
     clock.ahead = LIFE_S + SKEW_S + 5
     with pytest.raises(TicketExpired):
         admission.prove(proof, about)
+
+
+def test_a_key_that_others_have_read_already_is_looked_for_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_keys(path, "one")
+    admission = Admission(KeyFile(path, clock=lambda: 0.0))  # by itself it would never look again
+    about = greeting_of(b"hello", b"answer")
+    ticket = issue(write_keys(path, "two", "one").keys(), someone(), time.time())
+    rights, _, signature = admission.prove(prove(ticket, about).SerializeToString(), about)
+    assert rights.subject == "engine" and signature[0] == "two"
+    stranger = issue(write_keys(tmp_path / "others", "three").keys(), someone(), time.time())
+    with pytest.raises(Unauthenticated):
+        admission.prove(prove(stranger, about).SerializeToString(), about)
