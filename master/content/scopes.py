@@ -54,6 +54,8 @@ class Scopes:
     def __init__(self) -> None:
         self._all: dict[int, Scope] = {}
         self._told: dict[str, dict[int, bool]] = {}  #: by node: unanswered drops, and whether they held back
+        #: By command: later ones that nodes confirm in its place. Not durable: only for who waits for an answer.
+        self._heirs: dict[int, dict[int, set[str]]] = {}
 
     def __iter__(self) -> Iterator[Scope]:
         return iter(self._all.values())
@@ -71,6 +73,7 @@ class Scopes:
         """Forget all: another master has them."""
         self._all.clear()
         self._told.clear()
+        self._heirs.clear()
 
     def held(self, node_id: str) -> bool:
         """Whether something that the node said was held back: what is known of it is not all."""
@@ -84,12 +87,21 @@ class Scopes:
             )
 
     def add(self, scope: Scope, away: Iterable[str]) -> list[Scope]:
-        """A new one; returns it, and those of before that the nodes ``away`` need not be told of any more."""
+        """A new one; returns it, and those of before that the nodes ``away`` need not be told of any more.
+
+        These stay unconfirmed by a node until it has confirmed the new one.
+        """
         absent = set(away)
+        if len(self._heirs) >= SCOPES_MAX:
+            standing = [command for command in self._heirs if self.unconfirmed(command)]
+            # Nobody waits for the oldest any more: an answer is waited for a minute at most.
+            self._heirs = {command: self._heirs[command] for command in standing[-(SCOPES_MAX // 2) :]}
         altered = [scope] if scope.waiting else []
         for older in list(self._all.values()):
-            if scope.covers(older) and older.waiting & absent:
-                older.waiting -= absent
+            moved = older.waiting & absent
+            if scope.covers(older) and moved:
+                older.waiting -= moved
+                self._inherit(scope.command, older.command, moved)
                 for node_id in absent:
                     self.answered(node_id, older.command)
                 altered.append(older)
@@ -140,9 +152,22 @@ class Scopes:
         return scope
 
     def unconfirmed(self, command: int) -> list[str]:
-        """Nodes that have not confirmed ``command``; empty when it is done."""
+        """Nodes that have not confirmed ``command``, or what covers it; empty when it is done."""
         scope = self._all.get(command)
-        return sorted(scope.waiting) if scope is not None else []
+        left = set(scope.waiting) if scope is not None else set()
+        for heir, nodes in self._heirs.get(command, {}).items():
+            if heir in self._all:
+                left |= nodes & self._all[heir].waiting
+        return sorted(left)
+
+    def _inherit(self, heir: int, command: int, moved: set[str]) -> None:
+        """Nodes confirm ``heir`` in place of ``command``, and of whatever that had inherited."""
+        for heirs in self._heirs.values():
+            nodes = heirs.get(command, set())
+            if nodes & moved:
+                heirs[heir] = heirs.get(heir, set()) | (nodes & moved)
+                heirs[command] = nodes - moved
+        self._heirs.setdefault(command, {})[heir] = set(moved)
 
     def _drop_if_done(self, scope: Scope) -> None:
         if not scope.waiting:

@@ -154,10 +154,26 @@ def test_a_later_drop_covers_earlier_ones_for_nodes_that_are_away() -> None:
     up(world)
     narrow, erasing, wide = world.drop("", SALT), world.drop(NS.group, OTHER, erase=True), world.drop("", None)
     waiting = [world.state.unconfirmed(each.command) for each in (narrow, erasing, wide)]
-    assert waiting == [["n"], ["away", "n"], ["away", "n"]]
+    assert waiting == [["away", "n"]] * 3, "who waits for the first is not told that all nodes have done it"
+    assert [scope.waiting for scope in world.state.clearing.scopes if scope.command == narrow.command] == [{"n"}]
     late = world.attach("away")
     told = [c.command for c in world.commands if isinstance(c, m.SendDrop) and c.session == late]
     assert told == [erasing.command, wide.command]
+    world.tell(m.CommandDone(late, wide.command, ""))
+    assert world.state.unconfirmed(narrow.command) == ["n"]
+
+
+def test_a_drop_that_is_covered_again_and_again_stays_unconfirmed_by_who_is_away() -> None:
+    world = World(AWAY)
+    world.state.open_namespace(NS)
+    first = world.drop(NS.group, SALT)
+    for _ in range(2000):  # each covers the one before
+        last = world.drop(NS.group, SALT)
+    assert world.state.unconfirmed(first.command) == ["away"]
+    assert len(world.state.clearing.scopes) == 1
+    late = world.attach("away")
+    world.tell(m.CommandDone(late, last.command, ""))
+    assert world.state.unconfirmed(first.command) == []
 
 
 def test_numbers_of_drops_are_not_reused() -> None:

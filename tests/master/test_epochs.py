@@ -155,9 +155,10 @@ def test_an_older_bump_is_no_longer_kept_for_nodes_that_are_away() -> None:
     session = world.up(1)
     first = world.bump()
     second = world.bump()
-    assert world.state.unconfirmed(first.command) == ["n"]
+    assert world.state.unconfirmed(first.command) == ["away", "n"], "away has to confirm what covers it"
     assert world.state.unconfirmed(second.command) == ["away", "n"]
     world.tell(m.CommandDone(session, first.command))
+    assert world.state.unconfirmed(first.command) == ["away"]
     world.tell(m.CommandDone(session, second.command))
     assert [scope.command for scope in world.saved().scopes] == [second.command]
     world.attach("away")
