@@ -82,6 +82,10 @@ class Election:
         self.leader, self._leaderless_since = record, None
         if self.leading and record.epoch == self.epoch:
             return Move.NONE
+        if self.leading and record.epoch > self.epoch + 1:
+            # The lease is this one's again, and was another's meanwhile: what that one did counts, and is in the store.
+            self.heard = max(self.heard, record.epoch)
+            return self._step_down(now)
         self.leading, self.epoch, self.heard = True, record.epoch, record.epoch
         return Move.LEAD
 

@@ -32,7 +32,17 @@ def test_the_lease_is_asked_for_and_renewed() -> None:
     assert election.leading and election.epoch == 4
     assert election.ask(0.5) is Ask.CAMPAIGN
     assert election.answered(replace(ME, epoch=4), 0.5) is Move.NONE
-    assert election.answered(replace(ME, epoch=6), 9.0) is Move.LEAD, "it had lapsed: a greater epoch"
+    assert election.answered(replace(ME, epoch=5), 9.0) is Move.LEAD, "it had lapsed: a greater epoch"
+    election.check()
+
+
+def test_a_lease_that_was_anothers_meanwhile_is_taken_over_and_not_gone_on_with() -> None:
+    election = led(4)
+    assert election.answered(replace(ME, epoch=6), 9.0) is Move.STEP_DOWN, "somebody led in epoch 5"
+    election.check()
+    assert election.ask(9.5) is Ask.CAMPAIGN
+    assert election.answered(replace(ME, epoch=6), 9.5) is Move.LEAD
+    assert election.epoch == 6
     election.check()
 
 

@@ -404,6 +404,21 @@ def test_what_a_deposed_leader_had_not_written_is_not_written_when_it_leads_agai
     assert "late" not in str(pair.server.rows) and not pair.policies("a")
 
 
+def test_a_leader_that_slept_through_anothers_lead_takes_what_that_one_did(pair: Pair) -> None:
+    pair.limit("a", "before")
+    pair.turn("b", seconds=3)
+    pair.limit("b", "meanwhile")
+    cleared = pair.hubs["b"].order(lambda state, now: state.drop("", "t", False, now))
+    scope = pair.hubs["b"].read(lambda state, _: state.unconfirmed(cleared.command))
+    del pair.hubs["b"], pair.campaigns["b"]  # killed; its lease runs out before the first leader wakes
+    pair.now += 3
+    for _ in range(3):
+        pair.turn("a")
+    assert pair.leads() == "a" and pair.policies("a") == {"before", "meanwhile"}
+    assert {policy.salt for policy in pair.hubs["a"].journal._store.load().policies} == {"before", "meanwhile"}
+    assert pair.hubs["a"].read(lambda state, _: state.unconfirmed(cleared.command)) == scope
+
+
 def test_a_node_that_obeys_another_deposes(pair: Pair) -> None:
     pair.cut.add("a")
     pair.turn("b", seconds=3)
