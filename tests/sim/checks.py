@@ -135,6 +135,9 @@ class Checks:
         for salt, at in self._limited_at.items():
             if self._world.now - at < READ_BY_OTHERS_S:
                 self.limit_set(salt, None)
+        for clearing in self._world.oracle.clearings:
+            if clearing.answered_at is not None and self._world.now - clearing.answered_at < READ_BY_OTHERS_S:
+                clearing.answered_at = None
 
     def usage(self) -> None:
         """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or
@@ -187,7 +190,7 @@ class Checks:
     def cleared(self) -> None:
         """Everybody is back: what was answered is done by now, also on nodes that were not reached then."""
         for clearing in self._world.oracle.clearings:
-            if clearing.answered and clearing.done_at is None:
+            if clearing.answered_at is not None and clearing.done_at is None:
                 clearing.done_at = self._world.now
         self._world.scheduler.run_until(self._world.now + 0.01)
         self.truth()

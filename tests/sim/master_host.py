@@ -170,7 +170,7 @@ class MasterHost:
         if left and not hub.durable():
             end.say(failure(ask.request, Unavailable("the state store cannot remember it")))
             return
-        clearing.answered = True
+        clearing.answered_at = world.now
         if not left:
             clearing.done_at = world.now
         world.tell(

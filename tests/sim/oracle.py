@@ -51,7 +51,7 @@ class Clearing:
     hashes: frozenset[bytes] | None = None
     below_epoch: int | None = None
     done_at: float | None = None
-    answered: bool = False  #: also if it named nodes that were not reached
+    answered_at: float | None = None  #: also if it named nodes that were not reached; None: it need not last
 
     def covers(self, write: Write) -> bool:
         if self.group not in ("", write.key.group) or self.salt not in (None, write.key.salt):
