@@ -48,7 +48,7 @@ class Checks:
         self._limits: dict[str, int | None] = {}
         self._limited_at: dict[str, float] = {}
         self._allowed: dict[str, float] = {}  #: by limited tenant
-        self._seen: dict[Key, dict[str, float]] = defaultdict(dict)  #: when a node was last seen to have it
+        self._seen: dict[Key, dict[str, float]] = defaultdict(dict)  #: when a node last had it
         self._let_go: dict[tuple[Key, str], float] = {}
         world.scheduler.every(LOOK_S, self.look)
 
@@ -104,6 +104,11 @@ class Checks:
     @staticmethod
     def held(node: NodeHost) -> set[Key]:
         return {key for tier in (0, 1) for key, _ in visible(node, tier)}
+
+    def gone(self, node: NodeHost, keys: set[Key]) -> None:
+        """A node had these until now: it may have had them for less than it takes to look again."""
+        for key in keys:
+            self._seen[key][node.name] = self._world.now
 
     def let_go(self, node: NodeHost, keys: set[Key]) -> None:
         """A node was told that it had replicas too many of these, and has them no more: somebody else has, or had

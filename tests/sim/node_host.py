@@ -24,7 +24,7 @@ from kvstrata.storage.masters.commands import Commands, shares_told
 from kvstrata.storage.masters.copy_orders import CopyOrders
 from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.masters.policies import PolicyFile
-from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block
+from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block, Shelf
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.serving.channel import NodeChannel
 from kvstrata.storage.slab import slot_size
@@ -41,7 +41,7 @@ from tests.sim.copies import SimCopier
 from tests.sim.links import SimLink, beat
 from tests.sim.memory import HeapSlab, MemoryFolder, heap_arena, scribble
 from tests.sim.network import End
-from tests.sim.oracle import BLOCK_BYTES, Violation
+from tests.sim.oracle import BLOCK_BYTES, Key, Violation
 from tests.sim.wires import PROGRESS_S, Answer, Ask, FakeConnection, Hello, Progress, Session, failure
 from tests.storage.memory_store import Disk, MemoryStore
 
@@ -63,6 +63,17 @@ class SimStore(MemoryStore):
 
     def record(self, removals: Sequence[Removal]) -> bool:
         return not self.broken_writes and super().record(removals)
+
+
+class SimDeltas(DeltaLog):
+    """``gone`` is told what readers do not find any more, at once."""
+
+    gone: Callable[[Shelf, list[bytes]], None] = staticmethod(lambda shelf, hashes: None)
+
+    def record(self, added: bool, shelf: Shelf, hashes: list[bytes], *rest: Any) -> None:
+        if not added:
+            self.gone(shelf, hashes)
+        super().record(added, shelf, hashes, *rest)
 
 
 class NodeHost:
@@ -90,6 +101,7 @@ class NodeHost:
     def start(self) -> None:
         world = self.world
         self.starts += 1
+        self.leaving = False
         self.incarnation = self.starts << 32 | self.rng.getrandbits(32)
         self.process = process = world.process(self.name)
         process.worked = partial(world.checks.worked, self)
@@ -106,7 +118,9 @@ class NodeHost:
         store = SimStore(self.plan.extents, self.disk, extent_bytes=EXTENT_BYTES) if self.plan.extents else None
         self.store = store
         self._fit_store()
-        self.state = NodeState(self.arena, quotas=quotas, deltas=DeltaLog(512, 16), ssd=store, order=SegmentedOrder)  # type: ignore[arg-type]
+        deltas = SimDeltas(512, 16)
+        deltas.gone = self._gone
+        self.state = NodeState(self.arena, quotas=quotas, deltas=deltas, ssd=store, order=SegmentedOrder)  # type: ignore[arg-type]
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd: SsdTier | None = None
@@ -157,10 +171,16 @@ class NodeHost:
                 pairs = zip(move.source, move.target, strict=True)
                 written = [(to, header(to, of), of.bytes()) for of, to in pairs if of.state == VISIBLE]
                 self.store.write(written[: self.rng.randint(0, len(written))])
+        self.world.checks.gone(self, self.world.checks.held(self))
         self.process.kill()
+
+    def _gone(self, shelf: Shelf, hashes: list[bytes]) -> None:
+        group, salt = shelf.entry.namespace.group, shelf.salt
+        self.world.checks.gone(self, {Key(group, salt, each) for each in hashes})
 
     def leave(self, budget_s: float) -> None:
         """Told to stop: asks to be drained within its budget (0: does not), says goodbye, and ends."""
+        self.leaving = True
         self.process.start(self._leave(budget_s))
 
     def _leave(self, budget_s: float) -> Steps:
@@ -173,6 +193,7 @@ class NodeHost:
                     asked.add(id(line))
                     line.tell(control.NodeMessage(leaving=control.Leaving(budget_ms=int(budget_s * 1e3), reason="sim")))
             yield 0.1
+        self.world.checks.gone(self, self.world.checks.held(self))
         self.state.leave()
         for link in self.links:
             link.goodbye()

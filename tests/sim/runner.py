@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import random
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import kvstrata.master.converters
+import kvstrata.master.directory.probing
 import kvstrata.master.hub
 import kvstrata.master.replication.replicas
 import kvstrata.master.replication.replication
@@ -56,9 +58,9 @@ class Result:
 
 
 @contextlib.contextmanager
-def scaled() -> Iterator[None]:
-    """Bounds that a small cluster and a short story come to, and nothing that sleeps for real or is kept in a real
-    file."""
+def scaled(seed: int) -> Iterator[None]:
+    """Bounds that a small cluster and a short story come to, and nothing that sleeps for real, is kept in a real
+    file, or is up to chance."""
     timeless = SimpleNamespace(
         monotonic=time.monotonic,
         perf_counter=time.perf_counter,
@@ -66,10 +68,14 @@ def scaled() -> Iterator[None]:
         time=lambda: 0.0,
         sleep=lambda seconds: None,
     )
+    chance = random.Random(f"{seed}/secrets")
+    told = SimpleNamespace(randbits=chance.getrandbits, token_hex=lambda nbytes: chance.randbytes(nbytes).hex())
     places = (
         (kvstrata.storage.masters.outbox, "PART_HASHES", 5),
         (kvstrata.master.converters, "HASHES_AN_EVENT", 3),
         (kvstrata.master.hub, "time", timeless),
+        (kvstrata.master.hub, "secrets", told),
+        (kvstrata.master.directory.probing, "secrets", told),
         (kvstrata.master.reuse.lookup_log, "time", timeless),
         (kvstrata.storage.masters.policies, "durable_file", SimpleNamespace(replace=replace)),
         (kvstrata.storage.copying.intake, "PIECE_BYTES", 3 * BLOCK_BYTES),
@@ -102,7 +108,7 @@ def run(plan: Plan) -> Result:
 
 
 def _result(plan: Plan) -> Result:
-    with scaled():
+    with scaled(plan.seed):
         world = World(plan)
         result = Result(plan, story=world.story)
         try:

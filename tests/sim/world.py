@@ -240,6 +240,8 @@ class World:
         if not host.process.alive:
             self.tell(f"{name} is started again")
             host.start()
+        elif name in self.nodes and host.leaving:  # it was to be gone by now, and stood still meanwhile
+            host.process.ends.append(lambda: self.scheduler.after(1.0, lambda: self._start(name)))
 
     def _go_on(self, process: Process) -> None:
         if process.alive and process.stopped:
