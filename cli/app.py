@@ -28,6 +28,7 @@ from kvstrata.cli import (
 )
 from kvstrata.cli.credentials import PoolGroup
 from kvstrata.cli.doctor.command import doctor
+from kvstrata.cli.ending import leaving_quietly
 from kvstrata.cli.output import Exit, say
 from kvstrata.cli.settings import PREFIX
 from kvstrata.proto.errors import KVError
@@ -83,11 +84,12 @@ def root(
 
 def main() -> None:
     """Run the command line; the process's exit code is the command's."""
-    try:
-        app(auto_envvar_prefix=PREFIX)
-    except KVError as error:  # from option callbacks, before a command's own handling
-        say(f"error: {error}", err=True)
-        sys.exit(int(Exit.USAGE))
+    with leaving_quietly():
+        try:
+            app(auto_envvar_prefix=PREFIX)
+        except KVError as error:  # from option callbacks, before a command's own handling
+            say(f"error: {error}", err=True)
+            sys.exit(int(Exit.USAGE))
 
 
 if __name__ == "__main__":
