@@ -67,6 +67,8 @@ class Hub:
         self.leader: Callable[[], str] = lambda: ""
         #: Why a store that masters share does not answer; "" when it does.
         self.store_problem: Callable[[], str] = lambda: ""
+        #: Asked after a write: whether a store that masters share still is the one that this master leads by.
+        self.kept: Callable[[], bool] = lambda: True
         #: Some node obeys a later leader.
         self.deposed: Callable[[], None] = lambda: None
         self.metrics = Metrics()
@@ -110,7 +112,7 @@ class Hub:
         with self._lock:
             quotas = self._state.quotas
             serial = quotas.saved_serial
-        if self.journal.flush():
+        if self.journal.flush() and self.kept():
             with self._lock:
                 ours = quotas is self._state.quotas  # else this master has ceased to lead meanwhile
                 commands = self._state.grants_saved(serial, self._clock()) if ours else []
@@ -267,14 +269,15 @@ class Hub:
         if not self.journal.flush():
             return False
         with self._lock:
-            return self._state.leading
+            leading = self._state.leading
+        return leading and self.kept()
 
     def why_not_durable(self) -> str:
         """For :meth:`durable`."""
         with self._lock:
             if not self._state.leading:
                 return "another master has taken over meanwhile; ask it"
-        return self.journal.problem() or "the state store is slow"
+        return self.journal.problem() or "the state store is slow, or was emptied: all else is written to it first"
 
     # ------------------------------------------------------------------ leading
 

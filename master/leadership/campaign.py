@@ -29,6 +29,8 @@ TURN_BOUND_S: Final = 15.0
 #: An emptied store has no lease in it that a leader which stood still for a moment could come back to: it has the time
 #: that the lease would have given it, and as much again.
 EMPTIED_LEASES: Final = 2
+#: One that never read more than what it finds leaves that time to those that did, and one lease's more to notice.
+BEHIND_LEASES: Final = EMPTIED_LEASES + 1
 #: How long the last known leader is listened for while the store is silent.
 PROBE_S: Final = 0.5
 #: How long a master that stops waits for a turn to end.
@@ -66,12 +68,14 @@ class Campaign:
         self._seen = 0  #: the greatest revision
         self._looked = False  #: at the store, ever
         self._emptied = False  #: the store has less than this master has seen in it
+        self._behind = False  #: the store has less than there was, and this master never read more
         self._lost = False  #: the store may lack what this master leads by
         self._was_leader = False  #: what it knew then may never have been saved
         self._loop: Loop | None = None
         self._turning = threading.Lock()
         hub.leader = self.leader
         hub.store_problem = lambda: self.election.problem
+        hub.kept = self._kept
         hub.deposed = self._wake
         hub.journal.on_deposed = self._wake
 
@@ -88,6 +92,20 @@ class Campaign:
         """The channel address of another master that leads; "" when none is known to."""
         leader = self.election.leader
         return "" if leader is None or leader.master_id == self._hub.master_id else leader.channel
+
+    def _kept(self) -> bool:
+        """Is what was just written in the store that this master leads by? In one that was emptied, or is an older one,
+        it has no lease of its epoch: what is written there before all the rest may yet be lost."""
+        if not self.election.leading:
+            return False
+        try:
+            holder = self._store.leader()
+        except Unavailable:
+            return False
+        if holder is not None and (holder.master_id, holder.epoch) == (self._hub.master_id, self.election.epoch):
+            return True
+        self._wake()
+        return False
 
     # ------------------------------------------------------------------ a turn
 
@@ -120,6 +138,17 @@ class Campaign:
             log.warning("the state store has lost data", revision=revision, seen=self._seen)
             self.election.hold(self._clock(), EMPTIED_LEASES)
         self._seen = max(self._seen, revision) if not self._emptied else self._seen
+        if not (self.election.leading or self._emptied or self._behind):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Nobody leads: does the store know of the last one who did, as nodes do? Revisions do not show it to a master
+        that has just started, or that stood still since there were none."""
+        heard = self.election.heard
+        if heard and self._store.leader() is None and self._store.load().leader_epoch < heard:
+            self._behind = True
+            log.warning("the state store knows nothing of a leader that nodes have obeyed", epoch=heard)
+            self.election.hold(self._clock(), BEHIND_LEASES)
 
     def _asked(self) -> LeaderRecord | None:
         me = replace(self._me(), master_id=self._hub.master_id, epoch=self.election.heard)
@@ -155,7 +184,7 @@ class Campaign:
             self._lost = True
             saved = replace(self._saved, last_command=max(saved.last_command, self._saved.last_command))
         self._office.lead(saved, epoch)
-        self._was_leader = False
+        self._was_leader = self._behind = False
 
     def _give_up_lease(self) -> None:
         try:
@@ -172,6 +201,7 @@ class Campaign:
                 self._lost = self._emptied = False
                 self._seen = self._store.revision()
             return
+        self._behind = self._behind and self.election.leader is None
         revision = self._store.revision()
         if self._emptied and (not revision or self.election.leader is None):
             return  # what was read before is all that is left of it

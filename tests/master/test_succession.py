@@ -10,7 +10,7 @@ from kvstrata.master import messages as m
 from kvstrata.master.client_calls import ClientCalls
 from kvstrata.master.hub import Hub
 from kvstrata.master.leadership import succession
-from kvstrata.master.leadership.campaign import Campaign
+from kvstrata.master.leadership.campaign import BEHIND_LEASES, Campaign
 from kvstrata.master.leadership.election import TTL_S
 from kvstrata.master.leadership.office import Office
 from kvstrata.master.leadership.standing import Standing
@@ -296,10 +296,10 @@ class Pair:
         facts = m.NodeFacts("n", 1, channel="h:1", dram_bytes=1 << 30)
         return self.hubs[name].attach(m.Attach(facts, leader_epoch=epoch, leader_id=leader_id))[1]
 
-    def limit(self, name: str, salt: str = "t") -> None:
+    def limit(self, name: str, salt: str = "t", *, lasts: bool = True) -> None:
         policy = m.TenantPolicy(salt, dram_limit=1 << 20)
         self.hubs[name].order(lambda state, now: (None, state.set_tenant(policy, now)))
-        assert self.hubs[name].durable()
+        assert self.hubs[name].durable() is lasts
 
     def policies(self, name: str) -> set[str]:
         return set(self.hubs[name].read(lambda state, now: state.quotas.policies))
@@ -320,6 +320,12 @@ def drained(outbox: Outbox) -> list[tuple[m.Send, Stamp]]:
     while (each := outbox.get(0.0)) is not None:
         said.append(each)
     return said
+
+
+def raised(outbox: Outbox) -> bool:
+    """Whether a tenant was given a share of anything."""
+    said = [command for command, _ in drained(outbox) if isinstance(command, m.SendShares)]
+    return any(share.dram_limit for command in said for share in command.shares)
 
 
 def test_who_is_new_lets_a_leader_that_knows_more_go_first(pair: Pair) -> None:
@@ -471,7 +477,7 @@ def test_an_emptied_store_that_was_written_to_meanwhile_is_filled_too(pair: Pair
     before = pair.server.revision
     pair.server.empty()
     while pair.server.revision <= before:
-        pair.limit("a", "late")
+        pair.limit("a", "late", lasts=False)
     pair.turn()
     pair.turn("b", seconds=3)
     assert pair.policies("b") == {"t", "late"}
@@ -486,6 +492,67 @@ def test_an_emptied_store_is_filled_by_a_standby_when_no_leader_is_left(pair: Pa
     pair.turn("b", seconds=2 * TTL_S)
     assert pair.leads() == "ab" and pair.policies("b") == {"t"}
     assert "'t'" in str(pair.server.rows), "written back"
+
+
+def test_who_is_new_leaves_an_emptied_store_to_a_standby_that_had_read_it(pair: Pair) -> None:
+    """By what nodes say there was a leader, of whom the store knows nothing; the one that was is gone."""
+    pair.limit("a")
+    pair.turn()
+    pair.server.empty()
+    pair.turn("b")
+    pair.start("a")
+    pair.attach("a", 1, "gone")
+    for _ in range(12):
+        pair.turn("a", "b")
+    assert pair.leads() == "b" and pair.policies("b") == {"t"} and "'t'" in str(pair.server.rows)
+
+
+def test_who_stood_still_since_there_was_nothing_leaves_an_emptied_store_to_who_read_more(pair: Pair) -> None:
+    pair.start("c")
+    pair.limit("a")
+    pair.turn("a", "c")
+    pair.server.empty()
+    pair.turn("c")
+    assert not pair.campaigns["b"]._seen, "the revision is what it was when b looked last"
+    for _ in range(12):
+        pair.turn("b", "c")
+    assert pair.leads() == "ac" and pair.policies("c") == {"t"} and "'t'" in str(pair.server.rows)
+
+
+def test_a_wait_for_who_read_more_ends(pair: Pair) -> None:
+    pair.server.empty()
+    pair.start("a")
+    pair.attach("a", 1, "gone")
+    pair.turn("a")
+    pair.turn("a", seconds=(BEHIND_LEASES - 1) * TTL_S)
+    assert not pair.hubs["a"].standing().leading
+    pair.turn("a", seconds=2 * TTL_S)
+    assert pair.hubs["a"].standing().leading
+
+
+def test_what_is_written_to_an_emptied_store_before_all_the_rest_may_be_lost(pair: Pair) -> None:
+    """Were the leader killed now, a standby would write what it had read before: as if this had never been."""
+    pair.limit("a")
+    pair.turn()
+    pair.server.empty()
+    pair.limit("a", "late", lasts=False)
+    assert "late" in str(pair.server.rows)
+    assert "emptied" in pair.hubs["a"].why_not_durable()
+    pair.turn()
+    assert pair.hubs["a"].durable()
+
+
+def test_a_raise_that_is_only_in_an_emptied_store_does_not_go_out(pair: Pair) -> None:
+    pair.limit("a")
+    outbox = pair.attach("a")
+    pair.turn()
+    pair.server.empty()
+    pair.hubs["a"].handle(m.Tick())
+    pair.hubs["a"]._write_out()
+    assert "SaveGrants" in str(pair.server.rows) and not raised(outbox)
+    pair.turn()
+    pair.hubs["a"]._write_out()
+    assert raised(outbox)
 
 
 def test_a_leader_that_stood_still_while_the_store_was_emptied_has_the_time_to_fill_it(pair: Pair) -> None:
