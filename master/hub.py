@@ -67,8 +67,8 @@ class Hub:
         self.leader: Callable[[], str] = lambda: ""
         #: Why a store that masters share does not answer; "" when it does.
         self.store_problem: Callable[[], str] = lambda: ""
-        #: Asked after a write: whether a store that masters share still is the one that this master leads by.
-        self.kept: Callable[[], bool] = lambda: True
+        #: Whether a store that masters share still is the one that this master leads by; None: it does not say.
+        self.kept: Callable[[], bool | None] = lambda: True
         #: Some node obeys a later leader.
         self.deposed: Callable[[], None] = lambda: None
         self.metrics = Metrics()
@@ -112,7 +112,7 @@ class Hub:
         with self._lock:
             quotas = self._state.quotas
             serial = quotas.saved_serial
-        if self.journal.flush() and self.kept():
+        if self._written():
             with self._lock:
                 ours = quotas is self._state.quotas  # else this master has ceased to lead meanwhile
                 commands = self._state.grants_saved(serial, self._clock()) if ours else []
@@ -266,11 +266,15 @@ class Hub:
 
     def durable(self) -> bool:
         """Have what was ordered written; False when it may not outlive this master."""
-        if not self.journal.flush():
+        if not self._written():
             return False
         with self._lock:
-            leading = self._state.leading
-        return leading and self.kept()
+            return self._state.leading
+
+    def _written(self) -> bool:
+        """Write all that waits; True when it is in, and was not lost since. A store that has lost all gets what it had
+        first: what is written to it before that looks like all there is to a master that starts."""
+        return self.kept() is not False and self.journal.flush() and self.kept() is True
 
     def why_not_durable(self) -> str:
         """For :meth:`durable`."""

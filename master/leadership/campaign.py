@@ -93,15 +93,15 @@ class Campaign:
         leader = self.election.leader
         return "" if leader is None or leader.master_id == self._hub.master_id else leader.channel
 
-    def _kept(self) -> bool:
-        """Is what was just written in the store that this master leads by? In one that was emptied, or is an older one,
-        it has no lease of its epoch: what is written there before all the rest may yet be lost."""
+    def _kept(self) -> bool | None:
+        """Is the store still the one that this master leads by? In one that was emptied, or is an older one, it has no
+        lease of its epoch. None: it does not answer."""
         if not self.election.leading:
             return False
         try:
             holder = self._store.leader()
         except Unavailable:
-            return False
+            return None
         if holder is not None and (holder.master_id, holder.epoch) == (self._hub.master_id, self.election.epoch):
             return True
         self._wake()

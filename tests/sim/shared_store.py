@@ -92,6 +92,7 @@ class StoreClient:
                 server.rows[key] = write
             server.last_command = max(server.last_command, getattr(write, "command", 0))
         server.revision += 1
+        server.epoch = max(server.epoch, epoch)
 
     def revision(self) -> int:
         return self._reach().revision
