@@ -83,7 +83,7 @@ class RedisAddress:
 def has_password(spec: str) -> bool:
     """Whether a URL holds a password itself, rather than the name of a file with it."""
     try:
-        split = urlsplit(spec)
+        split = _split(spec)
     except ValueError:
         return "@" in spec
     return ":" in split.netloc.rpartition("@")[0] or any(
@@ -94,7 +94,7 @@ def has_password(spec: str) -> bool:
 def parse_redis_url(spec: str, password_file: Path | None = None) -> RedisAddress:
     """Read ``spec`` and the files of passwords it names. Raises :class:`ConfigError`, which shows no password."""
     try:
-        split = urlsplit(spec)
+        split = _split(spec)
     except ValueError:
         raise ConfigError(f"--state is not a URL of a Redis: write {EXAMPLE}") from None
     if split.scheme not in SCHEMES:
@@ -132,6 +132,14 @@ def parse_redis_url(spec: str, password_file: Path | None = None) -> RedisAddres
         cluster=_cluster(options.get("cluster", "main")),
         replicas=_number("replicas", options.get("replicas", "0"), 16),
     )
+
+
+def _split(spec: str) -> SplitResult:
+    """As ``urlsplit``, for a list of hosts: newer Pythons take brackets for those of one host, and refuse others."""
+    found = re.fullmatch(r"([^:/?#]+://)([^/?#]*)(.*)", spec, re.DOTALL)
+    if not found:
+        return urlsplit(spec)
+    return urlsplit(f"{found[1]}{found[3]}")._replace(netloc=found[2])
 
 
 def _options(split: SplitResult) -> dict[str, str]:
