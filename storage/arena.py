@@ -88,10 +88,10 @@ class Arena(Generic[G]):
             if self._cut_at.get(slab.index) != at:
                 heapq.heappop(heap)
                 continue
-            free = slab.free
-            if free:
-                slots.append((slab, slab.take(count)))
-                count -= min(free, count)
+            if slab.free:
+                taken = slab.take(count)
+                slots.append((slab, taken))
+                count -= len(taken)
             if count:  # it is full
                 heapq.heappop(heap)
                 self._listed.discard(slab.index)
