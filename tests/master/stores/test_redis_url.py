@@ -67,7 +67,7 @@ def test_files_hold_passwords_and_certificates(tmp_path: Path) -> None:
         ("redis://db:port", "not HOST or HOST:PORT"),
         ("redis://db:99999", "not HOST or HOST:PORT"),
         ("redis://::1", "not HOST or HOST:PORT"),
-        ("redis://[::1", "not a URL"),
+        ("redis://[::1", "a host is missing"),
         ("redis://db/one", "the database is 'one'"),
         ("redis://db/0/1", "more than the number of a database"),
         ("redis://a,b/0", r"write redis\+sentinel://"),
