@@ -8,12 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvstrata.proto.errors import ConfigError
-from kvstrata.proto.logs import get_logger
-
-log = get_logger(__name__)
 
 #: A change is seen within this.
 LOOK_S: Final = 1.0
@@ -84,7 +81,7 @@ class WatchedFile(Generic[T]):
                 self._stays(f"{self._paths[0]} cannot be read ({type(error).__name__})")
             else:
                 self._problem = ""
-                log.info("file read again", path=str(self._paths[0]))
+                _log().info("file read again", path=str(self._paths[0]))
 
     def problem(self) -> str:
         """Why the files as they are now are not in use; empty when they are."""
@@ -93,11 +90,18 @@ class WatchedFile(Generic[T]):
 
     def _stays(self, problem: str) -> None:
         if self._problem != problem:
-            log.error("changed file is not good, the last good one stays in use", problem=problem)
+            _log().error("changed file is not good, the last good one stays in use", problem=problem)
         self._problem = problem
 
     def _look(self) -> tuple[_Seen | None, ...]:
         return tuple(_seen(path) for path in self._paths)
+
+
+def _log() -> Any:
+    """Loaded when there is something to say: the heartbeat process, which watches a file too, has to stay light."""
+    from kvstrata.proto.logs import get_logger
+
+    return get_logger(__name__)
 
 
 def _seen(path: Path) -> _Seen | None:
