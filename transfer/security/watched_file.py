@@ -60,28 +60,34 @@ class WatchedFile(Generic[T]):
         self._content = load()
 
     def current(self) -> T:
-        """Cheap: looks at the files at most once in ``LOOK_S``."""
-        if self._clock() - self._looked >= LOOK_S:
-            self.refresh()
+        """Cheap: looks at the files at most once in ``LOOK_S``, and not while another thread does."""
+        if self._clock() - self._looked >= LOOK_S and self._lock.acquire(blocking=False):
+            try:
+                self._look_again()
+            finally:
+                self._lock.release()
         return self._content
 
     def refresh(self) -> None:
-        """Look now."""
+        """Look now; waits for another thread that does."""
         with self._lock:
-            self._looked = self._clock()
-            seen = self._look()
-            if seen == self._seen:
-                return
-            self._seen = seen
-            try:
-                self._content = self._load()
-            except ConfigError as error:
-                self._stays(str(error))
-            except Exception as error:  # noqa: BLE001 (of any parser: callers go on; its text may show the content)
-                self._stays(f"{self._paths[0]} cannot be read ({type(error).__name__})")
-            else:
-                self._problem = ""
-                _log().info("file read again", path=str(self._paths[0]))
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._looked = self._clock()
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._content = self._load()
+        except ConfigError as error:
+            self._stays(str(error))
+        except Exception as error:  # noqa: BLE001 (of any parser: callers go on; its text may show the content)
+            self._stays(f"{self._paths[0]} cannot be read ({type(error).__name__})")
+        else:
+            self._problem = ""
+            _log().info("file read again", path=str(self._paths[0]))
 
     def problem(self) -> str:
         """Why the files as they are now are not in use; empty when they are."""
