@@ -17,7 +17,7 @@ from kvstrata.master.namespaces import Group, Namespaces
 
 LOG_BYTES_MAX: Final = 64 << 20
 LOG_ENTRIES_MAX: Final = 1 << 17
-#: What an entry costs beside its hashes.
+#: What an entry costs beside its hashes, and each node that it names.
 ENTRY_BYTES: Final = 200
 #: The log is kept so long after its last reader has gone.
 LINGER_S: Final = 60.0
@@ -112,7 +112,7 @@ class IndexLog:
         start = self._forgotten + sequence + 1 - self._first
         found, size = self._entries[start : start + count], 0
         for index, entry in enumerate(found):
-            size += ENTRY_BYTES + len(entry.hashes)
+            size += _size(entry)
             if size > nbytes:
                 return found[: index + 1]
         return found
@@ -164,10 +164,10 @@ class IndexLog:
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
-        self._bytes += ENTRY_BYTES + len(entry.hashes)
+        self._bytes += _size(entry)
         self.sequence += 1
         while self._bytes > LOG_BYTES_MAX or self.sequence - self._first >= LOG_ENTRIES_MAX:
-            self._bytes -= ENTRY_BYTES + len(self._entries[self._forgotten].hashes)
+            self._bytes -= _size(self._entries[self._forgotten])
             self._forgotten += 1
             self._first += 1
         if self._forgotten > 1024 and self._forgotten * 2 > len(self._entries):
@@ -182,10 +182,15 @@ class IndexLog:
     def check(self) -> None:
         kept = self._entries[self._forgotten :]
         assert len(kept) == self.sequence + 1 - self._first
-        assert self._bytes == sum(ENTRY_BYTES + len(entry.hashes) for entry in kept)
+        assert self._bytes == sum(map(_size, kept))
         assert self._bytes <= LOG_BYTES_MAX
         assert not self._bells or self.on
         assert not self.on or self._told == self._nodes()
+
+
+def _size(entry: Entry) -> int:
+    """Bytes, about: in memory, and in a message."""
+    return ENTRY_BYTES * (1 + len(entry.nodes or ())) + len(entry.hashes)
 
 
 def matching(entries: Iterable[Entry], wanted: Callable[[TableKey], bool]) -> list[Entry]:
