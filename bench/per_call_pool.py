@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from cases import cpu_ns
 from transfer_pool import pool
 
 from kvstrata.client import Client
@@ -69,11 +70,11 @@ class _Asker:
         theirs: dict[str, float] = {}
 
         def run(op: str, call: Callable[[bytes], object]) -> None:
-            node, began = _cpu_ns(self._node_pid), time.thread_time_ns()
+            node, began = cpu_ns(self._node_pid), time.thread_time_ns()
             for hashes in chains:
                 call(hashes)
             ours[op] = (time.thread_time_ns() - began) / 1e3 / len(chains)
-            theirs[op] = (_cpu_ns(self._node_pid) - node) / 1e3 / len(chains)
+            theirs[op] = (cpu_ns(self._node_pid) - node) / 1e3 / len(chains)
 
         run("store", lambda hashes: client.store(space, "", hashes, view))
         run("lookup", lambda hashes: client.lookup(space, "", hashes))
@@ -81,8 +82,3 @@ class _Asker:
         for hashes in chains:
             client.remove(space, "", hashes)
         return ours, theirs
-
-
-def _cpu_ns(pid: int) -> int:
-    """Nanoseconds that a process has run, with all threads that it has had: what clock_getcpuclockid(3) names."""
-    return time.clock_gettime_ns((~pid << 3) | 2)

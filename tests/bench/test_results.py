@@ -137,6 +137,31 @@ def test_cpu_of_another_process_and_of_its_children_counts() -> None:
         process.stdin.close()  # both end
 
 
+ENDED = """
+import sys, threading, time
+def burn():
+    while time.thread_time() < 0.3: pass
+sys.stdin.read(1)
+thread = threading.Thread(target=burn)
+thread.start()
+thread.join()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_cpu_of_a_thread_that_has_ended_counts() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ENDED], stdin=pipe, stdout=pipe, text=True) as process:
+        watch = CpuWatch({"node": process.pid})
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("x")
+        process.stdin.flush()
+        assert process.stdout.readline() == "\n"
+        assert watch.seconds()["node"] >= 0.3
+        process.stdin.close()
+
+
 def test_the_page_gets_its_sections_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{BEGIN}\n\nold\n\n{END}\n\nafter\n")
