@@ -68,6 +68,8 @@ class _Newcomers:
 
     def shakes(self, connection: BoundedProtocol, transport: asyncio.Transport) -> None:
         """A TLS handshake begins."""
+        if len(self._shaking) >= HANDSHAKES_MAX:  # those that failed say so to nobody
+            self._shaking = {each: its for each, its in self._shaking.items() if not its.is_closing()}
         while len(self._shaking) >= HANDSHAKES_MAX:
             oldest = self._shaking.pop(next(iter(self._shaking)))
             connection.loop.call_soon(oldest.abort)  # not before its own beginning, which may be due in this same round

@@ -175,6 +175,25 @@ def test_who_begins_a_handshake_too_many_takes_the_place_of_the_oldest(
             sock.close()
 
 
+def test_handshakes_that_failed_do_not_cut_one_that_goes_on(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(web_protocol, "HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(web_protocol, "HANDSHAKE_S", 60.0)
+    authority = Authority(tmp_path)
+    pair = authority.pair("server")
+    server = serve(tls=ServerTls(pair.cert, pair.key))
+    context = ssl.create_default_context(cafile=authority.ca)
+    with connected(server) as slow:
+        for _ in range(12):
+            with connected(server) as failing:
+                failing.shutdown(socket.SHUT_WR)
+                ended(failing)
+        with context.wrap_socket(slow, server_hostname="localhost") as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_slow_requests_within_the_bounds_and_many_on_one_connection_are_served(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
