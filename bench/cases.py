@@ -70,8 +70,8 @@ def measure(calls: Sequence[Callable[[], object]], nbytes: int, pids: Mapping[st
     return Round(seconds, nbytes, cpu, watch.seconds(), began, ended)
 
 
-def together(rounds: Sequence[Round], others: dict[str, float]) -> Round:
-    """What several clients did at once, as one."""
+def joined(rounds: Sequence[Round], others: dict[str, float], at_once: int = 1) -> Round:
+    """Several rounds as one: one after the other, or of so many clients ``at_once``."""
     return Round(
         [seconds for one in rounds for seconds in one.seconds],
         sum(one.nbytes for one in rounds),
@@ -79,7 +79,7 @@ def together(rounds: Sequence[Round], others: dict[str, float]) -> Round:
         others,
         min(one.began for one in rounds),
         max(one.ended for one in rounds),
-        len(rounds),
+        at_once,
     )
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import BATCH, Case, CpuWatch, Round, measure, together
+from cases import BATCH, Case, CpuWatch, Round, joined, measure
 from rooflines import memcpy_round
 from suite_scale import Found, Group, Scale
 from transfer_pool import Missed, Pool, Way, pool
@@ -93,7 +93,7 @@ def _group(running: Pool, workers: list[Worker]) -> Group:
         failed = [one for one in done if not isinstance(one, Round)]
         if failed:
             raise Missed(f"{len(failed)} of {count} clients: {failed[0]}")
-        return together([one for one in done if isinstance(one, Round)], watch.seconds())
+        return joined([one for one in done if isinstance(one, Round)], watch.seconds(), at_once=count)
 
     def turn(system: str) -> Found:
         return {

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import BATCH, Case, Round, measure, together
+from cases import BATCH, Case, Round, joined, measure
 from rooflines import memcpy_round
 from suite_rooflines import rooflines, turns_of
 from suite_scale import Found, Group, Scale, Turn, scattered
@@ -200,7 +200,7 @@ def _until(calls: list[Callable[[], object]], until: float) -> Round:
     done: list[Round] = []
     while time.monotonic() < until:
         done.append(measure(calls, STREAM.nbytes * len(calls)))
-    return together(done, {})
+    return joined(done, {})
 
 
 def _latency(stack: contextlib.ExitStack, running: Pool, ways: dict[str, Way], scale: Scale) -> Group:
@@ -216,9 +216,7 @@ def _latency(stack: contextlib.ExitStack, running: Pool, ways: dict[str, Way], s
         while time.monotonic() < until - STREAM_LEAD_S:
             done.append(measure(calls, SMALL.nbytes * len(calls)))
         streamer.answer()
-        whole = together(done, {})
-        whole.at_once = 1
-        return {case: whole}
+        return {case: joined(done, {})}
 
     def ours(system: str) -> Found:
         with ways[system].held(SMALL, 8) as calls:

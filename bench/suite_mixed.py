@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import BATCH, Case, CpuWatch, Round, measure
+from cases import BATCH, Case, CpuWatch, Round, joined, measure
 from rooflines import memcpy_round
 from ssd_pool import BLOCK_BYTES, fill, hash_of, plain
 from suite_scale import Found, Group, Scale
@@ -94,8 +94,8 @@ class Mixer:
             self._client.remove(self._space, "", self._held.popleft())
         others = watch.seconds()
         return {
-            Case("mixed", "store", BLOCKS, MIXED_BYTES, NOTE): _joined(stores, others, 1 / (1 + LOADS_A_STORE)),
-            Case("mixed", "load", BLOCKS, MIXED_BYTES, NOTE): _joined(
+            Case("mixed", "store", BLOCKS, MIXED_BYTES, NOTE): _shared(stores, others, 1 / (1 + LOADS_A_STORE)),
+            Case("mixed", "load", BLOCKS, MIXED_BYTES, NOTE): _shared(
                 loads, others, LOADS_A_STORE / (1 + LOADS_A_STORE)
             ),
         }
@@ -116,11 +116,9 @@ class Mixer:
         self._client.close()
 
 
-def _joined(rounds: list[Round], others: dict[str, float], share: float) -> Round:
+def _shared(rounds: list[Round], others: dict[str, float], share: float) -> Round:
     """``others``: of loads and stores together, since they cannot be told apart: each has its share by bytes."""
-    others = {role: cpu * share for role, cpu in others.items()}
-    seconds = [seconds for one in rounds for seconds in one.seconds]
-    return Round(seconds, sum(one.nbytes for one in rounds), sum(one.cpu_seconds for one in rounds), others)
+    return joined(rounds, {role: cpu * share for role, cpu in others.items()})
 
 
 @contextlib.contextmanager

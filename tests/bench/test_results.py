@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import suite_markdown
-from cases import Case, CpuWatch, Round, measure, together
+from cases import Case, CpuWatch, Round, joined, measure
 from suite_budgets import BUDGETS, Budget, judge, moved
 from suite_markdown import BEGIN, END, sections, write
 from suite_peers import read_lines
@@ -119,8 +119,8 @@ def test_json_has_every_round_and_is_read_again() -> None:
 
 def test_several_clients_move_what_they_move_from_the_first_begin_to_the_last_end() -> None:
     one, two = Round([1.0], 10**9, 0.1, {}, 5.0, 6.0), Round([1.0], 10**9, 0.1, {}, 5.5, 6.5)
-    assert together([one, two], {}).gb_s == pytest.approx(2 / 1.5)
-    assert one.gb_s == 1.0
+    assert joined([one, two], {}, at_once=2).gb_s == pytest.approx(2 / 1.5)
+    assert joined([one, two], {}).gb_s == one.gb_s == 1.0, "one after the other: what is between calls does not count"
 
 
 BURN = "import sys, time\nwhile time.process_time() < 0.3: pass\nsys.stdin.read()"
