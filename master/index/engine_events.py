@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,7 @@ from kvstrata.master.index.engine_index import EngineIndex, Prefix
 from kvstrata.master.index.engine_source import EngineAddress, EngineSource
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.kv_events.events import Event
 from kvstrata.transfer.loops import Loop, Loops
 
 log = get_logger(__name__)
@@ -47,7 +48,7 @@ class EngineEvents:
         if len(set(names)) != len(names):
             raise ConfigError(f"two engines with one name: {', '.join(sorted(names))}")
         self.index = EngineIndex()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  #: of the index: held while one batch is applied, not while it is read
         self._turns = threading.Lock()  #: held in a turn, and for good when the sockets are gone
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sources: dict[str, EngineSource] = {}
@@ -61,8 +62,17 @@ class EngineEvents:
         self._loop = loops.add(Loop("engine events", 0.0, self._turn, bound_s=10.0))
 
     def _feed(self, engine: EngineAddress) -> EngineFeed:
-        name, index = engine.name, self.index
-        return EngineFeed(lambda said: index.apply(name, said), lambda: index.clear(name), replays=bool(engine.replay))
+        name = engine.name
+
+        def apply(said: Sequence[Event]) -> None:
+            with self._lock:
+                self.index.apply(name, said)
+
+        return EngineFeed(apply, lambda: self._clear(name), replays=bool(engine.replay))
+
+    def _clear(self, name: str) -> None:
+        with self._lock:
+            self.index.clear(name)
 
     def close(self) -> None:
         self._loop.stop(STOP_S)
@@ -75,8 +85,9 @@ class EngineEvents:
 
     # ------------------------------------------------------------------ questions
 
-    def states(self, tails: Sequence[int] = ()) -> list[EngineState]:
-        """Every engine, and how much of a chain it has: nothing, for one that cannot be reached. O(engines, blocks)."""
+    def states(self, tails: Sequence[int] = (), names: Collection[str] = ()) -> list[EngineState]:
+        """Every engine, or those of ``names`` if there are any, and how much of a chain it has: nothing, for one that
+        cannot be reached. O(engines, blocks)."""
         now = time.monotonic()
         with self._lock:
             return [
@@ -88,6 +99,7 @@ class EngineEvents:
                     self.index.prefix(name, tails) if source.live else Prefix(0, 0),
                 )
                 for name, source in self._sources.items()
+                if not names or name in names
             ]
 
     def problems(self) -> list[str]:
@@ -120,10 +132,9 @@ class EngineEvents:
         poller.poll(POLL_MS)
         now = time.monotonic()
         for name, source in self._sources.items():
-            with self._lock:
-                source.read()
-                if not source.live and now - source.changed_at >= EXPIRE_S and self.index.blocks(name):
-                    self.index.clear(name)
+            source.read()
+            if not source.live and now - source.changed_at >= EXPIRE_S and self.index.blocks(name):
+                self._clear(name)
 
 
 def _problems(source: EngineSource, now: float) -> Iterator[str]:

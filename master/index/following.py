@@ -46,11 +46,8 @@ class Follower:
         return self._hub.read(lambda state, now: state.index.since(sequence, ENTRIES_MAX, BYTES_MAX))
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is something that the last :meth:`since` did not see, when woken, or in ``timeout_s``."""
+        """Return when there is something that the last :meth:`since` did not see, or in ``timeout_s``."""
         self._bell.wait(timeout_s)
-
-    def wake(self) -> None:
-        self._bell.set()
 
 
 @contextmanager

@@ -78,10 +78,6 @@ class IndexLog:
 
     # ------------------------------------------------------------------ readers
 
-    @property
-    def readers(self) -> int:
-        return len(self._bells)
-
     def join(self, bell: Bell) -> None:
         """A reader begins, with a bell of its own; the log is written from now on at the latest."""
         self._bells.append(bell)

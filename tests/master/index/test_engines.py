@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvstrata.master.index import engine_feed
 from kvstrata.master.index.engine_events import EngineEvents
 from kvstrata.master.index.engine_feed import EngineFeed
 from kvstrata.master.index.engine_index import ENGINES_MAX, PLACES_MAX, EngineIndex, Prefix
-from kvstrata.master.index.engine_source import EngineAddress, parse_engine
+from kvstrata.master.index.engine_source import EngineAddress, EngineSource, parse_engine
 from kvstrata.proto.errors import Busy, ConfigError
 from kvstrata.transfer.kv_events.events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvstrata.transfer.loops import Loops
@@ -239,3 +240,28 @@ def test_sockets_are_not_taken_from_under_a_turn(monkeypatch: pytest.MonkeyPatch
         loops.stop()
     events.close()
     assert events._context.closed
+
+
+def test_a_question_does_not_wait_for_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_events_module, "POLL_MS", 1)
+    loops, within, go_on = Loops(), threading.Event(), threading.Event()
+
+    def slow(source: EngineSource) -> None:
+        within.set()
+        assert go_on.wait(30.0)
+
+    monkeypatch.setattr(EngineSource, "read", slow)
+    events = EngineEvents([EngineAddress(name, "tcp://127.0.0.1:9") for name in ("a", "b")], loops)
+    try:
+        with ThreadPoolExecutor(1) as asking:
+            assert within.wait(10.0)
+            try:
+                answers = asking.submit(lambda: (events.states(), events.states(names=["b", "?"]), events.counts()))
+                everybody, some, counts = answers.result(5.0)
+            finally:
+                go_on.set()
+    finally:
+        loops.stop()
+        events.close()
+    assert [state.name for state in everybody] == list(counts) == ["a", "b"]
+    assert [state.name for state in some] == ["b"]
