@@ -24,16 +24,16 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import KVError, ProtocolError
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
-from kvstrata.transfer.security.key_file import KeyFile
-from kvstrata.transfer.security.minted import node_tickets
-from kvstrata.transfer.security.tickets import TicketSource
+
+if TYPE_CHECKING:
+    from kvstrata.transfer.security.tickets import TicketSource
 
 PERIOD_S: Final = 1.0
 ANSWER_S: Final = 1.0
@@ -118,7 +118,7 @@ def main(page_fd: int, parent: int) -> None:
     task = Task.parse(orders.readline().decode())
     page = mmap.mmap(page_fd, PAGE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     dying = threading.Event()
-    tickets = node_tickets(KeyFile(task.ticket_keys), task.node_id) if task.ticket_keys is not None else None
+    tickets = _tickets(task.ticket_keys, task.node_id) if task.ticket_keys is not None else None
     beaters = [Beater(task, master, page, dying, tickets) for master in task.masters]
     for beater in beaters:
         beater.thread.start()
@@ -128,6 +128,13 @@ def main(page_fd: int, parent: int) -> None:
     until = time.monotonic() + LAST_WORDS_S
     for beater in beaters:
         beater.thread.join(max(0.0, until - time.monotonic()))
+
+
+def _tickets(keys: Path, node_id: str) -> TicketSource:
+    from kvstrata.transfer.security.key_file import KeyFile
+    from kvstrata.transfer.security.minted import node_tickets
+
+    return node_tickets(KeyFile(keys), node_id)
 
 
 def _follow(parent: int) -> int:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto.errors import Forbidden, Unauthenticated
 from kvstrata.transfer.security.rights import Rights, Role
-from kvstrata.transfer.security.tokens import Holder, TokenFile
+
+if TYPE_CHECKING:
+    from kvstrata.transfer.security.tokens import Holder, TokenFile
 
 #: Whose token the call that is answered now has shown; "" where none is asked for.
 CALLER: ContextVar[str] = ContextVar("kvstrata_caller", default="")
