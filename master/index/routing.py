@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,7 +31,7 @@ NEAR: Final = 0.75
 FAR: Final = 0.5
 #: A fully loaded engine is worth so much of all blocks asked less.
 LOADED: Final = 0.5
-ENGINES_MAX: Final = 1024
+LOADS_MAX: Final = 1024
 
 Bools = npt.NDArray[np.bool_]
 
@@ -108,13 +108,17 @@ class _Pool:
         return int(self._first[other]) if other < len(self._first) else len(self.present)
 
 
-class Routing:
-    """Answers from the directory and from engines' events. ``host_of`` knows where the engine of a name runs."""
+#: Of the engines of these names, where each runs; those of which it is not known are left out.
+HostsOf = Callable[[Collection[str]], Mapping[str, Host]]
 
-    def __init__(self, hub: Hub, engines: EngineEvents | None, host_of: Callable[[str], Host | None]) -> None:
+
+class Routing:
+    """Answers from the directory and from engines' events."""
+
+    def __init__(self, hub: Hub, engines: EngineEvents | None, hosts_of: HostsOf) -> None:
         self._hub = hub
         self._engines = engines
-        self._host_of = host_of
+        self._hosts_of = hosts_of
 
     def route(self, query: control.RouteQuery) -> control.RouteAnswer:
         """Engines and nodes, best first. Raises :class:`InvalidArgument`; an unknown namespace has nothing.
@@ -127,7 +131,9 @@ class Routing:
         keys = fold(query.hashes, namespace.hash_bytes)
         pool = _Pool(self._hub.read(lambda state, now: _look(state, namespace, query.salt, keys)))
         tails = [tail(block_hash) for block_hash in split_hashes(query.hashes, namespace.hash_bytes)]
-        engines = [self._engine(state, pool, query.loads) for state in self._states(query, tails)]
+        states = self._states(query, tails)
+        hosts = self._hosts_of({state.name for state in states}) if states else {}
+        engines = [_engine(state, pool, hosts.get(state.name), query.loads) for state in states]
         engines.sort(key=lambda row: (row.state != "live", -row.score, row.load, row.name))
         nodes = sorted(pool.nodes(), key=lambda row: (-row.prefix_blocks, -row.dram_blocks, row.node_id))
         problem = "; ".join(self._engines.problems()) if self._engines is not None else _NO_ENGINES
@@ -138,39 +144,39 @@ class Routing:
     def _states(self, query: control.RouteQuery, tails: list[int]) -> list[EngineState]:
         if self._engines is None:
             return []
-        wanted = set(query.engines)
-        return [state for state in self._engines.states(tails) if not wanted or state.name in wanted]
-
-    def _engine(self, state: EngineState, pool: _Pool, loads: Mapping[str, float]) -> control.RouteEngine:
-        host, load, asked = self._host_of(state.name), loads.get(state.name, 0.0), len(pool.present)
-        own = state.prefix.blocks
-        follow = prefix_length(pool.present[own:])
-        near = int(np.count_nonzero(pool.on_host(host.boot_id if host else "")[own : own + follow]))
-        score = OWN * own + NEAR * near + FAR * (follow - near) - LOADED * load * asked
-        row = control.RouteEngine(
-            name=state.name,
-            own_blocks=own,
-            gpu_blocks=state.prefix.gpu_blocks,
-            pool_blocks=follow,
-            near_blocks=near,
-            load=load,
-            score=score,
-            state="live" if state.live else "cannot be reached",
-            age_seconds=state.age_s,
-            why=f"{own} of {asked} blocks in its own cache, {follow} more from the pool ({near} of them on its host)"
-            + (f", load {load:.2f}" if load else ""),
-        )
-        if host is not None:
-            row.host, row.boot_id = host.name, host.boot_id
-        return row
+        return self._engines.states(tails, set(query.engines))
 
 
 _NO_ENGINES: Final = "no engine's events are read: start the master with --engine-events NAME=tcp://HOST:PORT"
 
 
+def _engine(state: EngineState, pool: _Pool, host: Host | None, loads: Mapping[str, float]) -> control.RouteEngine:
+    load, asked = loads.get(state.name, 0.0), len(pool.present)
+    own = state.prefix.blocks
+    follow = prefix_length(pool.present[own:])
+    near = int(np.count_nonzero(pool.on_host(host.boot_id if host else "")[own : own + follow]))
+    score = OWN * own + NEAR * near + FAR * (follow - near) - LOADED * load * asked
+    row = control.RouteEngine(
+        name=state.name,
+        own_blocks=own,
+        gpu_blocks=state.prefix.gpu_blocks,
+        pool_blocks=follow,
+        near_blocks=near,
+        load=load,
+        score=score,
+        state="live" if state.live else "cannot be reached",
+        age_seconds=state.age_s,
+        why=f"{own} of {asked} blocks in its own cache, {follow} more from the pool ({near} of them on its host)"
+        + (f", load {load:.2f}" if load else ""),
+    )
+    if host is not None:
+        row.host, row.boot_id = host.name, host.boot_id
+    return row
+
+
 def _check_loads(loads: Mapping[str, float]) -> None:
-    if len(loads) > ENGINES_MAX or any(not math.isfinite(load) or not 0 <= load <= 1 for load in loads.values()):
-        raise InvalidArgument(f"loads are from 0 to 1, of at most {ENGINES_MAX} engines")
+    if len(loads) > LOADS_MAX or any(not math.isfinite(load) or not 0 <= load <= 1 for load in loads.values()):
+        raise InvalidArgument(f"loads are from 0 to 1, of at most {LOADS_MAX} engines")
 
 
 def _look(state: MasterState, namespace: Namespace, salt: str, keys: Keys) -> _Found:

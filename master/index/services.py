@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,7 +54,7 @@ class IndexServices(Collector):
         except BaseException:
             self.close()
             raise
-        self.routing = Routing(hub, self.engines, lambda name: _host_of(name, sessions))
+        self.routing = Routing(hub, self.engines, lambda names: hosts_of(names, sessions))
 
     def close(self) -> None:
         while self._closes:
@@ -109,10 +109,13 @@ def _engine_metrics(engines: EngineEvents) -> Iterable[Metric]:
     yield counter
 
 
-def _host_of(name: str, sessions: Mapping[bytes, Session]) -> Host | None:
-    """Where a pool client of this name, or of a rank of it, runs."""
+def hosts_of(names: Collection[str], sessions: Mapping[bytes, Session]) -> dict[str, Host]:
+    """Where the pool client of each name, or of a rank of it, runs. O(sessions)."""
+    hosts: dict[str, Host] = {}
     for session in list(sessions.values()):
         hello = session.hello
-        if hello.name == name or (hello.name.startswith(name) and hello.name[len(name)] in _RANK):
-            return Host(hello.host, hello.boot_id)
-    return None
+        ends = [place for place, character in enumerate(hello.name) if character in _RANK]
+        for name in (hello.name, *(hello.name[:end] for end in ends)):
+            if name in names:
+                hosts.setdefault(name, Host(hello.host, hello.boot_id))
+    return hosts

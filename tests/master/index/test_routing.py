@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,11 +16,13 @@ from kvstrata.master.hub import Hub
 from kvstrata.master.index.engine_events import EngineEvents, EngineState
 from kvstrata.master.index.engine_index import EngineIndex
 from kvstrata.master.index.routing import Host, Routing
+from kvstrata.master.index.services import hosts_of
 from kvstrata.master.stores.opening import open_store
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
 from kvstrata.transfer.kv_events.events import BlockStored
+from kvstrata.transfer.sessions import Session
 
 NS = Namespace("model", block_bytes=1 << 20, block_tokens=16, hash_bytes=32)
 
@@ -38,11 +42,12 @@ class Engines:
         self.index.add(name)
         self.index.apply(name, [BlockStored([packed(n) for n in numbers], None, [], 16, None, "GPU", None)])
 
-    def states(self, tails: list[int]) -> list[EngineState]:
+    def states(self, tails: list[int], names: Collection[str]) -> list[EngineState]:
         index = self.index
         return [
             EngineState(name, name not in self.gone, 0.0, index.blocks(name), index.prefix(name, tails))
             for name in index.names
+            if not names or name in names
         ]
 
     def problems(self) -> list[str]:
@@ -61,10 +66,10 @@ class Pool:
         self.hub.handle(m.SnapshotPart(session, 0, holdings, True, True))
 
     def route(self, *numbers: int, **more: Any) -> control.RouteAnswer:
-        def host_of(name: str) -> Host | None:
-            return Host(self.hosts[name], self.hosts[name]) if name in self.hosts else None
+        def hosts_of(names: Collection[str]) -> dict[str, Host]:
+            return {name: Host(host, host) for name, host in self.hosts.items() if name in names}
 
-        routing = Routing(self.hub, cast(EngineEvents, self.engines), host_of)
+        routing = Routing(self.hub, cast(EngineEvents, self.engines), hosts_of)
         spec = more.pop("spec", NS.to_spec())
         return routing.route(control.RouteQuery(spec=spec, hashes=packed(*numbers), **more))
 
@@ -121,12 +126,26 @@ def test_nodes_by_tier_and_shards_together(pool: Pool) -> None:
 def test_what_is_unknown_has_nothing_and_what_is_wrong_is_refused(pool: Pool) -> None:
     assert (pool.route(1).pool_blocks, pool.route().asked) == (0, 0)
     with pytest.raises(InvalidArgument, match="multiple"):
-        Routing(pool.hub, None, lambda name: None).route(control.RouteQuery(spec=NS.to_spec(), hashes=b"x"))
+        Routing(pool.hub, None, lambda names: {}).route(control.RouteQuery(spec=NS.to_spec(), hashes=b"x"))
     for load in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidArgument, match="from 0 to 1"):
             pool.route(1, loads={"a": load})
-    without = Routing(pool.hub, None, lambda name: None).route(control.RouteQuery(spec=NS.to_spec()))
+    without = Routing(pool.hub, None, lambda names: {}).route(control.RouteQuery(spec=NS.to_spec()))
     assert "--engine-events" in without.problem and not without.engines
+
+
+def test_an_engine_is_where_its_client_or_a_client_of_its_rank_is() -> None:
+    def session(name: str, host: str) -> Session:
+        return cast(Session, SimpleNamespace(hello=SimpleNamespace(name=name, host=host, boot_id=host)))
+
+    named = {"vllm:0@r1": "a", "vllm": "b", "vllm2": "c", "other/0": "d", "": "e"}
+    sessions = {bytes([number]): session(*each) for number, each in enumerate(named.items())}
+    assert hosts_of({"vllm", "vllm2", "other", "gone", "vll"}, sessions) == {
+        "vllm": Host("a", "a"),
+        "vllm2": Host("c", "c"),
+        "other": Host("d", "d"),
+    }
+    assert hosts_of({"vllm:0"}, sessions) == {"vllm:0": Host("a", "a")}
 
 
 @settings(max_examples=25)
