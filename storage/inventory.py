@@ -213,15 +213,13 @@ class Inventory:
     def drop_all(self, blocks: Sequence[Block], verb: str) -> None:
         """:meth:`drop` the blocks of one reservation, in their order."""
         shelf = blocks[0].shelf
-        plain = not shelf.retired and (self.eraser is None or not self.eraser.left((shelf,)))
-        if not plain or not all(block.state == IN_FLIGHT for block in blocks):
+        if not self._plain(shelf) or not all(block.state == IN_FLIGHT for block in blocks):
             for block in blocks:
                 self.drop(block, verb)
             return
-        self.story.tell_each(self.policy.now, verb, shelf, blocks)
-        kept, pending, slot_bytes = shelf.blocks, 0, blocks[0].slab.slot_bytes
+        self._forget_run(shelf, blocks, verb)
+        pending, slot_bytes = 0, blocks[0].slab.slot_bytes
         for block in blocks:
-            del kept[block.hash]
             block.slab.pinned -= 1
             pending += slot_bytes
             parent = block.parent
@@ -232,8 +230,6 @@ class Inventory:
                 self.policy.unlink(block)
         if pending:
             self.policy.discharge(shelf.salt, pending)
-        if not kept:
-            del self.shelves[shelf.entry.handle, shelf.salt]
         self._free_run(blocks)
 
     def _free(self, block: Block) -> None:
@@ -426,18 +422,13 @@ class Inventory:
     def _evict_from(self, victim: Block, limit: int, why: Departure, cause: str, own: bool) -> int:
         """Evict what the policy named, and up to ``limit`` - 1 more that it would name next; how many."""
         shelf = victim.shelf
-        runs = limit > 1 and shelf.salt == cause and (self.eraser is None or not self.eraser.left((shelf,)))
+        runs = limit > 1 and shelf.salt == cause and self._plain(shelf)
         blocks = self.policy.take(victim, limit, own) if runs else ()
         if not blocks:
             self._evict(victim, why, cause)
             return 1
         self._count_evicted(blocks, why)
-        hashes = [block.hash for block in blocks]
-        for key in hashes:
-            del shelf.blocks[key]
-        if not shelf.blocks:
-            del self.shelves[shelf.entry.handle, shelf.salt]
-        self.story.tell_each(self.policy.now, "evicted" if why is _ROOM else _VERBS[why], shelf, blocks)
+        hashes = self._forget_run(shelf, blocks, "evicted" if why is _ROOM else _VERBS[why])
         self.visible -= len(blocks)
         while hashes:  # a batch ends where it would, told of them one by one
             room = self.deltas.room
@@ -446,6 +437,20 @@ class Inventory:
         self.policy.discharge(shelf.salt, len(blocks) * blocks[0].slab.slot_bytes)
         self._free_run(blocks)
         return len(blocks)
+
+    def _plain(self, shelf: Shelf) -> bool:
+        """Whether blocks of the shelf may leave as a run: it is not retired, and nothing of it is to be overwritten."""
+        return not shelf.retired and (self.eraser is None or not self.eraser.left((shelf,)))
+
+    def _forget_run(self, shelf: Shelf, blocks: Sequence[Block], verb: str) -> list[bytes]:
+        """Nobody finds blocks of a plain shelf from here on; their hashes."""
+        hashes = [block.hash for block in blocks]
+        for key in hashes:
+            del shelf.blocks[key]
+        if not shelf.blocks:
+            del self.shelves[shelf.entry.handle, shelf.salt]
+        self.story.tell_each(self.policy.now, verb, shelf, blocks)
+        return hashes
 
     def _free_run(self, blocks: Sequence[Block]) -> None:
         """Slots of blocks that nobody finds, reads or writes, and that are unlinked and discharged."""

@@ -87,11 +87,9 @@ class ReservationBook:
                     kept.append(block)
                     statuses[position] = _STORED
         self._inventory.publish(reservation.shelf, kept)
-        if len(kept) == len(blocks):
-            return statuses
-        for position, block in enumerate(blocks):
-            if statuses[position] == _ABORTED:
-                self._inventory.drop(block)
+        if len(kept) < len(blocks):
+            rest = [block for block, status in zip(blocks, statuses, strict=True) if status == _ABORTED]
+            self._inventory.drop_all(rest, "aborted")
         return statuses
 
     def abort(self, reservation: Reservation, verb: str = "aborted") -> None:
