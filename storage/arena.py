@@ -81,8 +81,7 @@ class Arena(Generic[G]):
         The caller enters a record for each in its grid's ``blocks`` before it does anything else.
         """
         slots: list[tuple[G, list[int]]] = []
-        heap = self._with_room.get(slot_bytes, [])
-        while count and (heap or self._shape_one(slot_bytes)):
+        while count and (self._with_room.get(slot_bytes) or self._shape_one(slot_bytes)):
             heap = self._with_room[slot_bytes]
             at, slab = heap[0]
             if self._cut_at.get(slab.index) != at:
@@ -129,12 +128,7 @@ class Arena(Generic[G]):
     def disown(self, slab: G, slots: Sequence[int]) -> None:
         """After :meth:`adopt`: nobody uses these slots after all. A grid without any goes back to the free list."""
         slab.disown(slots)
-        if slab.blocks:
-            self._list(slab)
-            return
-        self._uncut(slab)
-        slab.shape(0)
-        self._free.append(slab)
+        self._less(slab)
 
     def exclude(self, slab: G) -> None:
         """Its device is gone: nothing is allocated in it any more. What is taken there is freed as ever."""
@@ -179,6 +173,10 @@ class Arena(Generic[G]):
         """:meth:`free` several slots of one slab."""
         slab.give_back(slots)
         self.bytes_used -= len(slots) * slab.slot_bytes
+        self._less(slab)
+
+    def _less(self, slab: G) -> None:
+        """Slots of it are free now: it has room, or goes back to the free list."""
         if slab.index in self._excluded:
             if not slab.blocks:
                 slab.shape(0)
