@@ -93,8 +93,8 @@ class StatusSource:
         return standby
 
     def _get(self, address: str, http: str) -> Document:
-        from kvstrata.client.security.greeting import named_host
         from kvstrata.client.security.https import request
+        from kvstrata.transfer.identity import named_host
 
         answer = request(
             self._credentials,

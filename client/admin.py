@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstrata.client.masters import leader_in, parse_masters
-from kvstrata.client.security.credentials import Credentials, host_of
-from kvstrata.client.security.greeting import greet, named_host
+from kvstrata.client.security.credentials import Credentials
+from kvstrata.client.security.greeting import greet
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.control_pb2_grpc import MasterStub
@@ -27,6 +27,7 @@ from kvstrata.proto.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvstrata.transfer.identity import named_host
 from kvstrata.transfer.security.grpc_security import open_channel
 
 CALL_S: Final = 5.0
@@ -120,7 +121,7 @@ class IndexStream:
 def _channel(endpoint: str, credentials: Credentials, named: str) -> grpc.Channel:
     """``named``: the host that the server's certificate has to name."""
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.enable_http_proxy", 0)]
-    credentials.check_way(host_of(endpoint))
+    credentials.check_way(endpoint)
     return open_channel(endpoint, options, ca=credentials.ca, cert=credentials.cert, key=credentials.key, named=named)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -61,6 +62,30 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
         raise InvalidArgument(f"address {address!r} is not HOST:PORT or unix:PATH")
     host = host.removeprefix("[").removesuffix("]")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+
+
+def host_of(address: str) -> str:
+    """The host of ``HOST:PORT``, without brackets; "" of a Unix socket."""
+    if address.startswith(UNIX_PREFIX):
+        return ""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches ``HOST:PORT``, or a Unix socket; nothing is resolved."""
+    if address.startswith(UNIX_PREFIX):
+        return True
+    host = host_of(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def named_host(address: str, endpoint: str) -> str:
+    """The host that a certificate at ``endpoint`` has to name: that of ``address``, which the caller was given, not one
+    that an unproved hello named. By a Unix socket there is none but the endpoint's."""
+    return host_of(endpoint if address.startswith(UNIX_PREFIX) else address)
 
 
 def advertised(endpoint: str, host: str) -> str:

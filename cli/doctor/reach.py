@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstrata.cli.doctor.rows import Row, Verdict
-from kvstrata.client.security.credentials import Credentials, host_of, is_loopback
+from kvstrata.client.security.credentials import Credentials
 from kvstrata.client.security.https import request
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import KVError, Unauthenticated
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection
-from kvstrata.transfer.identity import SOFTWARE, Identity
+from kvstrata.transfer.identity import SOFTWARE, Identity, is_loopback
 from kvstrata.transfer.security.tickets import TicketSource
 
 CALL_S: Final = 2.0
@@ -80,7 +80,7 @@ def who_may_call(area: str, name: str, address: str, hello: pb.HelloOk) -> Row:
     what = f"{name}: tickets"
     if hello.challenge:
         return Row(area, what, Verdict.OK, "the channel asks for a ticket")
-    if is_loopback(host_of(address)):
+    if is_loopback(address):
         return Row(area, what, Verdict.NOT_APPLICABLE, "off: reached from this host alone")
     advice = "tickets and tokens: docs/security.md; until then let nobody else reach the ports"
     return Row(area, what, Verdict.WARNING, f"off: whoever reaches {address} can read and write", advice)

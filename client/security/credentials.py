@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import ssl
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unauthenticated
+from kvstrata.transfer.identity import is_loopback
 from kvstrata.transfer.security.tls import client_context
 
 TOKEN_FILE: Final = "KVSTRATA_TOKEN_FILE"
@@ -97,11 +97,12 @@ class Credentials:
             raise Unauthenticated(f"{self._source()} is no token: expected one line, as `kvstrata auth token add` says")
         return {"authorization": f"Bearer {token}"}
 
-    def check_way(self, host: str) -> None:
-        """Raises :class:`Unauthenticated` where a token would leave this host without TLS."""
-        if self.ca is None and (self.token or self.token_file) and not self.insecure and not is_loopback(host):
+    def check_way(self, address: str) -> None:
+        """Raises :class:`Unauthenticated` where a token would leave this host without TLS, on its way to ``address``,
+        HOST:PORT."""
+        if self.ca is None and (self.token or self.token_file) and not self.insecure and not is_loopback(address):
             raise Unauthenticated(
-                f"a token is not sent to {host} without TLS: give the masters' authority (tls_ca, --ca, {CA}), or "
+                f"a token is not sent to {address} without TLS: give the masters' authority (tls_ca, --ca, {CA}), or "
                 "say insecure=True where nobody can listen"
             )
 
@@ -120,20 +121,6 @@ class Credentials:
 
     def _source(self) -> str:
         return f"what is in {self.token_file}" if self.token_file else "the token that was given"
-
-
-def is_loopback(host: str) -> bool:
-    """For names and addresses of this host alone; nothing is resolved."""
-    host = host.removeprefix("[").removesuffix("]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def host_of(address: str) -> str:
-    """The host of ``HOST:PORT``, without brackets."""
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def _path(value: str | Path | None) -> Path | None:

@@ -11,12 +11,13 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from kvstrata.client.security.credentials import Credentials
-from kvstrata.client.security.greeting import greet, named_host
+from kvstrata.client.security.greeting import greet
 from kvstrata.client.security.holding import Holding
 from kvstrata.client.security.https import request
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, Closed, ConfigError, Forbidden, KVError, Refused, Unauthenticated, Unavailable
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.identity import named_host
 from kvstrata.transfer.loops import Loop
 
 log = get_logger(__name__)

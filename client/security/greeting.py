@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstrata.client.security.credentials import host_of
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.transfer.connection import Connection
-from kvstrata.transfer.identity import UNIX_PREFIX, Identity
+from kvstrata.transfer.identity import Identity
 
 GREET_S: Final = 1.0
 
@@ -25,9 +24,3 @@ def greet(address: str, role: str = "client") -> pb.HelloOk:
     if hello.role != "master":
         raise InvalidArgument(f"{address} is a {hello.role or 'stranger'}, not a master: give a master's channel")
     return hello
-
-
-def named_host(address: str, endpoint: str) -> str:
-    """The host that a certificate at ``endpoint`` has to name: the one that the caller gave, not one that an unproved
-    hello named. By a Unix socket there is none but the endpoint's."""
-    return host_of(endpoint if address.startswith(UNIX_PREFIX) else address)

@@ -51,7 +51,7 @@ def request(
     host, port = _place(endpoint)
     headers = {"connection": "close"}
     if shows_token:
-        credentials.check_way(host)
+        credentials.check_way(endpoint)
         headers |= credentials.bearer()
     if time.monotonic() >= deadline:
         raise Unavailable(f"no time left to ask {endpoint}")

@@ -7,7 +7,7 @@ from typing import Any, Final
 import grpc
 
 from kvstrata.proto.errors import Unauthenticated
-from kvstrata.transfer.security.checks import is_loopback
+from kvstrata.transfer.identity import is_loopback, named_host
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.grpc_security import open_channel
 from kvstrata.transfer.security.tokens import OwnToken
@@ -36,10 +36,6 @@ class Dialing:
             ca=files.tls_ca,
             cert=files.tls_cert if files.tls_ca is not None else None,
             key=files.tls_key if files.tls_ca is not None else None,
-            named="" if master.startswith("unix:") else _host(master),
+            named=named_host(master, target),
             token=self._token,
         )
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")

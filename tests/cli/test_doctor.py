@@ -23,6 +23,7 @@ from kvstrata.cli.doctor import cluster, disk, machine, ports, reach
 from kvstrata.cli.doctor.rows import Check, Row, Verdict, run
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
+from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from tests import command_line
 from tests.e2e.real_pool import READY_S, until
@@ -276,6 +277,14 @@ def test_a_wall_clock_that_is_off_is_a_warning(ahead: float, verdict: str) -> No
         assert ("ahead" in row.found) == (ahead > 0)
     (unknown,) = reach.skew("nodes", "n", "yesterday", now, now)
     assert unknown.verdict == Verdict.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(
+    ("address", "verdict"),
+    [("10.0.0.1:1", "warning"), ("127.0.0.1:1", "not applicable"), ("unix:/x", "not applicable")],
+)
+def test_a_channel_that_asks_nobody_is_a_warning_where_others_reach_it(address: str, verdict: str) -> None:
+    assert reach.who_may_call("nodes", "n", address, pb.HelloOk()).verdict == verdict
 
 
 def test_other_versions_are_warned_of() -> None:

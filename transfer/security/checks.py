@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.transfer.identity import is_loopback
 from kvstrata.transfer.security.files import SecurityFiles
 
 
@@ -53,14 +53,3 @@ def open_to_all(files: SecurityFiles, channel: str, others: Sequence[str]) -> li
     if not reached:
         return []
     return [f"{', '.join(reached)}: open to whoever reaches it: see `kvstrata auth init` for tokens and TLS"]
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches ``HOST:PORT``, or a Unix socket; nothing is resolved."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -208,13 +208,13 @@ def test_what_does_not_go_together_is_refused(given_: dict[str, str]) -> None:
 
 
 def test_a_token_does_not_leave_the_host_without_tls() -> None:
-    for host in ("127.0.0.1", "localhost", "::1", "[::1]"):
-        SHOWN.check_way(host)
-    for host in ("10.0.0.1", "master", "0.0.0.0", "127.0.0.1.example.com"):
+    for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/x"):
+        SHOWN.check_way(address)
+    for address in ("10.0.0.1:1", "master:1", "0.0.0.0:1", "127.0.0.1.example.com:1"):
         with pytest.raises(Unauthenticated, match="without TLS"):
-            SHOWN.check_way(host)
-        Credentials(token=SHOWN.token, insecure=True).check_way(host)
-        Credentials(token=SHOWN.token, ca=Path("/ca")).check_way(host)
+            SHOWN.check_way(address)
+        Credentials(token=SHOWN.token, insecure=True).check_way(address)
+        Credentials(token=SHOWN.token, ca=Path("/ca")).check_way(address)
 
 
 def test_secrets_are_not_shown() -> None:
