@@ -35,11 +35,11 @@ MOVED: Final = ("bytes out", "bytes in", "bytes copied")
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """A moment of the state. ``refused``: bytes by tenant; empty unless this master leads."""
+    """A moment of the state. ``refused``: bytes by tenant, where asked for; empty unless this master leads."""
 
     told: list[Told]
     states: dict[str, str]
-    refused: dict[str, int]
+    refused: dict[str, int] | None
 
 
 class Sampler:
@@ -77,7 +77,8 @@ class Sampler:
     def turn(self) -> None:
         """Take a sample, and note what has changed."""
         counted = self._hub.metrics.counted()
-        looked = self._hub.read(lambda state, _: _look(state))
+        due = self._refused_due()
+        looked = self._hub.read(lambda state, _: _look(state, refused=due))
         report = self._views.health()
         leading, leader = self._hub.leads()
         refused = {f"{software} speaks another protocol": n for software, n in report.refused_versions.items()}
@@ -88,10 +89,14 @@ class Sampler:
             self._flows.turn(looked.told, now)
             self._ring.sample({**counted, **dict(zip(MOVED, self._flows.total, strict=True))}, now)
             self._age(looked.states, at)
-            if not self._refused or now - self._refused[-1][0] >= REFUSED_STEP_S:
+            if looked.refused is not None:
                 self._refused.append((now, looked.refused))
             happenings = self._watch.turn(seen)
         self._hub.events.extend(happenings, at)
+
+    def _refused_due(self) -> bool:
+        with self._lock:
+            return not self._refused or self._clock() - self._refused[-1][0] >= REFUSED_STEP_S
 
     def _age(self, states: Mapping[str, str], at: float) -> None:
         before = self._since
@@ -141,18 +146,22 @@ class Sampler:
             self._watch.check()
 
 
-def _look(state: MasterState) -> _Looked:
+def _look(state: MasterState, *, refused: bool) -> _Looked:
     told = []
     for node in state.nodes:
         usage, facts = node.usage, node.facts
         if usage is not None and facts is not None:
             moved = Moved(usage.bytes_out, usage.bytes_in, usage.bytes_copied)
             told.append(Told(node.node_id, facts.incarnation, moved))
-    refused: dict[str, int] = {}
-    if state.leading:
-        rows = ((salt, tenant.refused) for salt, tenant in state.quotas.tenants() if tenant.refused)
-        refused = dict(islice(rows, REFUSED_MAX))
-    return _Looked(told, {node.node_id: node.state.value for node in state.nodes}, refused)
+    states = {node.node_id: node.state.value for node in state.nodes}
+    return _Looked(told, states, _refused(state) if refused else None)
+
+
+def _refused(state: MasterState) -> dict[str, int]:
+    if not state.leading:
+        return {}
+    rows = ((salt, tenant.refused) for salt, tenant in state.quotas.tenants() if tenant.refused)
+    return dict(islice(rows, REFUSED_MAX))
 
 
 def hits_and_misses(counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -52,11 +53,14 @@ def test_usage_is_read_a_node_at_a_time_and_named_tenants_are_never_left_out(mon
     assert tenants.used(held.usages) == totals, "a copy"
 
 
-def test_refusals_of_tenants_past_the_bound_are_not_said_to_be_of_this_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "REFUSED_MAX", 2)
-    state, now = MasterState(0.0, random.Random(1)), [0.0]
-    rows = [("a", 0), ("b", 10), ("c", 20), ("d", 30)]
-    monkeypatch.setattr(state.quotas, "tenants", lambda: [(salt, SimpleNamespace(refused=n)) for salt, n in rows])
+def sampler_of(
+    monkeypatch: pytest.MonkeyPatch, tenants_of: Callable[[], dict[str, int]], clock: Callable[[], float]
+) -> Sampler:
+    """Of a leader whose tenants were refused so many bytes."""
+    state = MasterState(0.0, random.Random(1))
+    monkeypatch.setattr(
+        state.quotas, "tenants", lambda: [(salt, SimpleNamespace(refused=n)) for salt, n in tenants_of().items()]
+    )
     monkeypatch.setattr(type(state), "leading", property(lambda self: True))
     hub = SimpleNamespace(
         metrics=SimpleNamespace(counted=dict),
@@ -65,6 +69,26 @@ def test_refusals_of_tenants_past_the_bound_are_not_said_to_be_of_this_minute(mo
         events=SimpleNamespace(extend=lambda happenings, at: None),
     )
     views = SimpleNamespace(health=lambda: SimpleNamespace(refused_versions={}, problems=[]))
-    sampler = Sampler(cast(Hub, hub), cast(Views, views), lambda: None, clock=lambda: now[0])  # type: ignore[arg-type, return-value]
+    return Sampler(cast(Hub, hub), cast(Views, views), lambda: None, clock=clock)  # type: ignore[arg-type, return-value]
+
+
+def test_refusals_of_tenants_past_the_bound_are_not_said_to_be_of_this_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "REFUSED_MAX", 2)
+    sampler = sampler_of(monkeypatch, lambda: {"a": 0, "b": 10, "c": 20, "d": 30}, lambda: 0.0)
     sampler.turn()
     assert sampler.refused_lately({"b": 15, "c": 20, "d": 30}) == {"b": 5, "c": 0}
+
+
+def test_tenants_are_gone_through_only_when_their_refusals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, now = [0], [0.0]
+
+    def refused() -> dict[str, int]:
+        asked[0] += 1
+        return {"a": asked[0]}
+
+    sampler = sampler_of(monkeypatch, refused, lambda: now[0])
+    for turn in range(11):
+        now[0] = 2.0 * turn
+        sampler.turn()
+    assert asked[0] == 3, "at 0, 10 and 20 s"
+    assert sampler.refused_lately({"a": 5}) == {"a": 4}
