@@ -274,7 +274,9 @@ class Hub:
     def _written(self) -> bool:
         """Write all that waits; True when it is in, and was not lost since. A store that has lost all gets what it had
         first: what is written to it before that looks like all there is to a master that starts."""
-        return self.kept() is not False and self.journal.flush() and self.kept() is True
+        if self.journal.waiting() and (self.kept() is False or not self.journal.flush()):
+            return False
+        return self.kept() is True
 
     def why_not_durable(self) -> str:
         """For :meth:`durable`."""

@@ -56,6 +56,11 @@ class Journal:
                 self._pending.pop(next(iter(self._pending)))
                 self.given_up += 1
 
+    def waiting(self) -> int:
+        """Rows that the store has not taken yet."""
+        with self._lock:
+            return len(self._pending)
+
     def flush(self, wait_s: float = WAIT_S) -> bool:
         """Write all that waits now; True when it is durable. Waits ``wait_s`` for a write in progress."""
         if not self._flushing.acquire(timeout=wait_s):

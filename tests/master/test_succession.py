@@ -543,6 +543,22 @@ def test_nothing_is_written_to_an_emptied_store_before_all_the_rest(pair: Pair) 
     assert pair.hubs["a"].durable()
 
 
+def test_the_store_is_asked_before_a_write_and_after_it_and_once_when_nothing_waits(pair: Pair) -> None:
+    hub, asked = pair.hubs["a"], list[int]()
+    kept = hub.kept
+
+    def counted() -> bool | None:
+        asked.append(hub.journal.waiting())
+        return kept()
+
+    hub.kept = counted
+    assert hub.durable() and asked == [0]
+    pair.limit("a")
+    assert asked == [0, 1, 0]
+    pair.cut = {"a"}
+    assert not hub.durable(), "a store that does not answer may have lost what it took"
+
+
 def test_a_raise_that_an_emptied_store_has_not_does_not_go_out(pair: Pair) -> None:
     pair.limit("a")
     outbox = pair.attach("a")
