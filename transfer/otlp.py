@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -65,11 +66,17 @@ class SpanQueue(SpanProcessor):
     def turn(self) -> None:
         """Send what waits, a bounded number of batches. One that is not taken is gone: newer spans are worth more."""
         for _ in range(BATCHES_MAX):
-            batch: list[ReadableSpan] = []
-            while self._queue and len(batch) < BATCH_MAX:
-                batch.append(self._queue.popleft())
+            batch = self._taken()
             if not batch or not self._send(batch):
                 return
+
+    def _taken(self) -> list[ReadableSpan]:
+        """The oldest that wait. The last turn, at the end, may take from the queue beside one that is under way."""
+        batch: list[ReadableSpan] = []
+        with suppress(IndexError):
+            while len(batch) < BATCH_MAX:
+                batch.append(self._queue.popleft())
+        return batch
 
     def _send(self, batch: list[ReadableSpan]) -> bool:
         taken = self._exporter.export(batch) is SpanExportResult.SUCCESS

@@ -71,6 +71,7 @@ class StatusDocument:
         nodes = node_rows(self._views.nodes().nodes, gone, self._sampler)
         clients, clients_left_out = client_rows(self._views.clients().clients)
         masters = self._sampler.masters()
+        rows_of_masters = master_rows(masters)
         document: Document = {
             "schema": SCHEMA,
             "at": time.time(),
@@ -84,8 +85,8 @@ class StatusDocument:
                 "ready": report.ready,
                 "healthy": report.healthy,
             },
-            "leader": self._leader(report.leading, report.leader, master_rows(masters)),
-            "masters": master_rows(masters),
+            "leader": self._leader(report.leading, report.leader, rows_of_masters),
+            "masters": rows_of_masters,
             "masters_problem": masters.problem,
             "problems": list(report.problems),
             "warnings": list(report.warnings),

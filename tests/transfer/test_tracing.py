@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -123,6 +124,26 @@ def test_what_a_collector_does_not_take_is_counted_and_told() -> None:
     provider.get_tracer("t").start_span("a").end()
     queue.turn()
     assert queue.counts["exported"] == 1 and not queue.problem
+
+
+class Rivalled(deque[ReadableSpan]):
+    """Another turn takes a span just before each that is taken."""
+
+    def popleft(self) -> ReadableSpan:
+        super().popleft()
+        return super().popleft()
+
+
+def test_a_turn_sends_what_it_has_when_another_takes_the_last_span() -> None:
+    exporter = Collecting()
+    queue = SpanQueue(exporter)
+    queue._queue = Rivalled()
+    provider = TracerProvider()
+    provider.add_span_processor(queue)
+    for _ in range(3):
+        provider.get_tracer("t").start_span("a").end()
+    queue.turn()
+    assert queue.counts["exported"] == 1 and not queue._queue
 
 
 def test_a_salt_is_shown_as_the_same_hash_everywhere() -> None:
