@@ -95,7 +95,18 @@ def test_a_route_that_the_application_has_and_the_rules_do_not_is_not_there(gate
     assert ask(app, "GET", "/secret", token).status_code == 404
     assert ask(app, "DELETE", "/who", token).status_code == 405
     assert ask(app, "OPTIONS", "/who").status_code == 401
-    assert "WEBSOCKET" not in {method for method, _ in RULES}
+
+
+@pytest.mark.parametrize("kind", ["websocket", "lifespan"])
+def test_what_is_not_http_does_not_get_to_the_application(gate: Gate, token: str, kind: str) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it was asked")
+
+    async def nobody(*_: Any) -> Any:
+        raise AssertionError("there is nothing to be said or heard")
+
+    scope = {"type": kind, "path": "/who", "headers": [(b"authorization", f"Bearer {token}".encode())]}
+    asyncio.run(HttpGuard(application, gate, RULES)(scope, nobody, nobody))
 
 
 def test_tickets_are_not_given_without_end(gate: Gate, token: str) -> None:

@@ -128,6 +128,7 @@ class Stranger:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(CALL_S)
+        assert not self._thread.is_alive()
 
 
 @pytest.mark.parametrize("answer", [b"", pb.ProveOk(mac=bytes(32)).SerializeToString()])
@@ -136,9 +137,9 @@ def test_a_stranger_on_the_port_is_told_nothing(keys: KeyFile, answer: bytes) ->
     try:
         with pytest.raises(Unauthenticated, match="ticket keys"):
             Connection.open(stranger.address, Identity.new(tickets=MintedTickets(keys, someone())), silence_s=CALL_S)
-        assert stranger.asked == []
     finally:
         stranger.stop()
+    assert stranger.asked == []
 
 
 class Relay(Stranger):
@@ -202,10 +203,10 @@ def test_to_who_is_not_the_peer_that_is_meant_nothing_is_proved(door: Door, keys
     try:
         with pytest.raises(Unavailable, match="another process"):
             lookup(channel)
-        assert relay.asked == [Kind.HELLO]
     finally:
         channel.close()
         relay.stop()
+    assert relay.asked == [Kind.HELLO]
 
 
 def test_a_server_with_other_keys_and_this_side_do_not_believe_each_other(
