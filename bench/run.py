@@ -3,8 +3,8 @@
 In every round all systems take turns at every case, in another order each time, so that a machine whose speed drifts
 slows all of them; figures are medians over rounds, ratios are between neighbours of one round. Pools live for a round,
 so that nothing of ours is there while a peer runs. ``--peers DIR`` names a folder with a ``run.sh PEER`` that prints a
-JSON line a case. Written: ``latest.json`` (every round, machine, versions), ``latest.md`` (the sections of
-docs/performance.md; ``--docs`` puts them there), and plots.
+JSON line a case, with the peer's ``version`` in it or not. Written: ``latest.json`` (every round, machine, versions),
+``latest.md`` (the sections of docs/performance.md; ``--docs`` puts them there), and plots.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ Stage = Callable[[Scale, Wanted], AbstractContextManager[list[Group]]]
 HERE: Final = Path(__file__).parent
 ROUNDS: Final = 5
 ROUNDS_QUICK: Final = 2
+#: Of cases, in the order in which they are shown.
+KINDS: Final = ("blocks", "paged", "lookup", "clients", "mixed", "ssd", "latency")
 
 
 def stages(scale: Scale) -> Iterator[tuple[Stage, list[str]]]:
@@ -67,16 +69,13 @@ def one_round(results: Results, scale: Scale, wanted: Wanted, order: random.Rand
                 print(f"  {group.name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
-def say(
-    results: Results,
-    wanted_kinds: tuple[str, ...] = ("blocks", "paged", "lookup", "clients", "mixed", "ssd", "latency"),
-) -> None:
+def say(results: Results) -> None:
     """One table: systems side by side."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("case", "system", "GB/s", "quartiles", "p50 us", "p99 us", "CPU s/GiB: client, node, master")
-    for case in (case for kind in wanted_kinds for case in results.cases(kind)):
+    for case in (case for kind in KINDS for case in results.cases(kind)):
         for system in results.systems(case):
             table.add_row(case.name, system, *_figures(results, case, system))
     Console(width=150).print(table)
@@ -155,13 +154,14 @@ def run(options: argparse.Namespace, scale: Scale, wanted: Wanted) -> tuple[Resu
     results, order, reason = Results(), random.Random(0), busy()
     if reason:
         print(reason, file=sys.stderr)
-    told: dict[str, Any] = {"machine": machine(), "versions": versions(peers), "busy": reason, "quick": options.quick}
+    told: dict[str, Any] = {"machine": machine(), "versions": versions(), "busy": reason, "quick": options.quick}
     for number in range(rounds):
         start = time.monotonic()
         one_round(results, scale, wanted, order)
         for peer in peers:
             before = time.monotonic()
-            peer_round(results, options.peers / "run.sh", peer, sizes, lookups)
+            version = peer_round(results, options.peers / "run.sh", peer, sizes, lookups)
+            told["versions"][peer] = version or told["versions"].get(peer, "unknown")
             print(f"  {peer}: {time.monotonic() - before:.1f} s", file=sys.stderr)
         print(f"round {number + 1}/{rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr)
         told |= {"rounds": number + 1, "load_after": round(os.getloadavg()[0], 2)}

@@ -12,12 +12,6 @@ from typing import Any, Final
 #: More than this much of each core is wanted by others: the figures are not worth keeping.
 BUSY: Final = 0.5
 OURS: Final = ("kvstrata", "numpy", "protobuf", "xxhash")
-PEER_PACKAGES: Final = {
-    "mooncake-tcp": ("mooncake", "mooncake-transfer-engine-non-cuda"),
-    "mooncake-shm": ("mooncake", "mooncake-transfer-engine-non-cuda"),
-    "openlake": ("openlake", "openlake-vllm"),
-    "redis-unix": ("redis", "redis"),
-}
 
 
 def machine() -> dict[str, Any]:
@@ -40,17 +34,10 @@ def busy() -> str:
     return f"other processes want this machine's {cpus} cores (load {load:.1f}): its figures are not worth keeping"
 
 
-def versions(peers: list[str]) -> dict[str, str]:
-    """By name; peers' as their own environments say."""
+def versions() -> dict[str, str]:
+    """By name, of what is measured here; peers' drivers say their own."""
     found = {name: importlib.metadata.version(name) for name in OURS}
     found["commit"] = _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
-    home = Path(os.environ.get("PEERS", Path.home() / ".cache" / "kv-peers")) / "venv"
-    for peer in peers:
-        folder, package = PEER_PACKAGES.get(peer, (peer, peer))
-        question = f"import importlib.metadata as m; print(m.version({package!r}))"
-        found[peer] = _said(str(home / folder / "bin" / "python"), "-c", question)
-    if "redis-unix" in peers:
-        found["redis-unix"] = _said("redis-server", "--version").partition(" v=")[2].split(" ")[0]
     return found
 
 

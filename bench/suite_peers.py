@@ -1,11 +1,14 @@
-"""Peers of bench/run.py: ``DIR/run.sh PEER`` starts one on loopback and prints a JSON line a case."""
+"""Peers of bench/run.py: ``DIR/run.sh PEER`` starts one on loopback; a JSON line a case, maybe with its ``version``."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +20,9 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 PEERS: Final = ("mooncake-tcp", "mooncake-shm", "openlake", "redis-unix")
 RUN_S: Final = 900
 END_S: Final = 60
+KILL_S: Final = 10
+#: How often it is noted which files in shared memory are the peer's.
+LOOK_S: Final = 1.0
 #: The quickest call that each peer has for an operation; others that its driver measures are left out.
 OPS: Final = {
     "put_batch_from": "store", "put_from": "store", "get_batch_into": "load", "get_into": "load",
@@ -25,29 +31,56 @@ OPS: Final = {
 }  # fmt: skip
 
 
-def peer_round(results: Results, script: Path, peer: str, sizes: list[int], lookups: bool) -> None:
-    """One run of a peer's driver; its lines are read, its failures are said."""
+def peer_round(results: Results, script: Path, peer: str, sizes: list[int], lookups: bool) -> str:
+    """One run of a peer's driver: its lines are read, its failures are said; the version that it named, or nothing."""
     if not sizes and not lookups:
-        return
+        return ""
     env = {**os.environ, "SIZES": ",".join(map(str, sizes)), "BATCH": str(BATCH), "REPS": "1"}
     if not (sizes and lookups):
         env["ONLY"] = "data" if sizes else "meta"
-    before = set(SHARED_MEMORY.iterdir())
+    before, made = set(SHARED_MEMORY.iterdir()), set[Path]()
     pipe = subprocess.PIPE
-    driver = subprocess.Popen(["bash", str(script), peer], env=env, stdout=pipe, stderr=pipe, text=True)
+    command = ["bash", str(script), peer]
+    driver = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        printed, errors = driver.communicate(timeout=RUN_S)
+        printed, errors = _run(driver, made)
     except subprocess.TimeoutExpired:
         print(f"{peer}: no figures within {RUN_S} s", file=sys.stderr)
-        return
+        return ""
     finally:
-        if driver.poll() is None:  # the script ends its servers when it is asked to end, not when it is killed
-            driver.terminate()
-            driver.communicate(timeout=END_S)
-    for left in set(SHARED_MEMORY.iterdir()) - before - _mapped():  # some peers leave gigabytes behind
-        left.unlink(missing_ok=True)
-    if not read_lines(results, printed.splitlines()):
+        try:
+            _end(driver)
+        finally:
+            for left in made - before - _mapped():  # some peers leave gigabytes behind
+                if left.is_file():
+                    left.unlink(missing_ok=True)
+    lines = printed.splitlines()
+    if not read_lines(results, lines):
         print(f"{peer}: no figures (exit {driver.returncode}): {errors.strip()[-300:]}", file=sys.stderr)
+    return version_of(lines)
+
+
+def _run(driver: subprocess.Popen[str], made: set[Path]) -> tuple[str, str]:
+    """What it printed on either stream. ``made`` gets what its processes map in shared memory meanwhile."""
+    began = time.monotonic()
+    while True:
+        try:
+            return driver.communicate(timeout=LOOK_S)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() - began > RUN_S:
+                raise
+        made |= _mapped(driver.pid)
+
+
+def _end(driver: subprocess.Popen[str]) -> None:
+    """The script ends its servers when it is asked to end; what does not is killed, with all that it started."""
+    driver.terminate()
+    try:
+        driver.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.communicate(timeout=KILL_S)
 
 
 def read_lines(results: Results, lines: list[str]) -> int:
@@ -69,11 +102,19 @@ def read_lines(results: Results, lines: list[str]) -> int:
     return seen
 
 
-def _mapped() -> set[Path]:
-    """Files in shared memory that some process has mapped."""
+def version_of(lines: list[str]) -> str:
+    """What the lines say of the peer's version, if they do."""
+    rows = (json.loads(line) for line in lines if line.startswith("{"))
+    return next((str(row["version"]) for row in rows if "version" in row), "")
+
+
+def _mapped(session: int | None = None) -> set[Path]:
+    """Files in shared memory that some process has mapped, or one of this session."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
+            if session is not None and os.getsid(int(maps.parent.name)) != session:
+                continue
             lines = maps.read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
