@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from kvstrata.cli.app import app
+from kvstrata.cli.command_tree import leaves
 from kvstrata.cli.settings import PREFIX
 from kvstrata.cli.sizes import format_size
 
@@ -24,20 +22,6 @@ _NOWHERE = {"help", "config", "install_completion", "show_completion"}
 def cell(text: str) -> str:
     """Text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def leaves() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command with its path, groups' members after each other."""
-    yield from _below((), typer.main.get_command(app))
-
-
-def _below(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not hasattr(command, "commands"):
-        yield path, command
-        return
-    for name, below in command.commands.items():
-        if not below.hidden:
-            yield from _below((*path, name), below)
 
 
 def commands_page() -> str:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.cli.app import app
+from kvstrata.cli.command_tree import leaves
 from kvstrata.proto.errors import Unauthenticated
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.rights import Role
@@ -172,20 +173,8 @@ def test_ticket_wants_a_token() -> None:
 # ---------------------------------------------------------------- the options of all commands
 
 
-def commands(group: object, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], set[str]]:
-    found: dict[tuple[str, ...], set[str]] = {}
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        if hasattr(command, "commands"):
-            found |= commands(command, (*path, name))
-        else:
-            found[*path, name] = {parameter.name for parameter in command.params}
-    return found
-
-
 def test_every_command_that_calls_a_pool_takes_credentials() -> None:
-    import typer.main
-
-    every = commands(typer.main.get_command(app))
+    every = {path: {parameter.name for parameter in command.params} for path, command in leaves(hidden=True)}
     calling = {path: names for path, names in every.items() if names & {"master", "pool"} and path != ("storage",)}
     assert ("health",) in calling and ("node", "check") in calling and ("serve",) in calling
     for path, names in calling.items():

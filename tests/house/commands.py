@@ -1,10 +1,9 @@
-"""The command line as data: its commands, and whether a line that a page shows would be taken."""
+"""Whether a command line that a page shows would be taken."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,6 @@ from kvstrata.cli.app import app
 
 #: What stands for something in examples, and something that it can be.
 _STANDS_FOR = {"N": "node-1", "...": "", "BUDGET": "10m", "NAME": "name", "SALT": "team-a", "REQUEST": "cmpl-1"}
-
-
-def leaves() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command with its path."""
-    yield from _below((), typer.main.get_command(app))
-
-
-def _below(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not hasattr(command, "commands"):
-        yield path, command
-        return
-    for name, below in command.commands.items():
-        if not below.hidden:
-            yield from _below((*path, name), below)
 
 
 def options(command: Any) -> list[str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.cli.command_tree import leaves
 from kvstrata.proto import errors, status, wire
-from tests.house.commands import leaves, options, parse
+from tests.house.commands import options, parse
 from tests.house.test_faults_page import NAMED, names
 
 ROOT = Path(__file__).resolve().parents[2]
