@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from kvstrata.client.security.credentials import Credentials
 from kvstrata.client.security.greeting import greet
-from kvstrata.client.security.holding import Holding
+from kvstrata.client.security.holding import RETRY_MIN_S, Holding
 from kvstrata.client.security.https import request
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, Closed, ConfigError, Forbidden, KVError, Refused, Unauthenticated, Unavailable
@@ -26,7 +26,6 @@ log = get_logger(__name__)
 FIRST_S: Final = 2.0
 #: One master is given so long to answer.
 MASTER_S: Final = 2.0
-PERIOD_S: Final = 0.25
 #: Age at which the loop counts as stuck: every master may have used up its time.
 BOUND_S: Final = 60.0
 STOP_S: Final = 0.5
@@ -50,7 +49,7 @@ class FetchedTickets:
         self._holding = Holding()
         self._tried = threading.Event()
         self._closed = False
-        self.loop = Loop("client-tickets", PERIOD_S, self.turn, bound_s=BOUND_S)
+        self.loop = Loop("client-tickets", RETRY_MIN_S, self.turn, bound_s=BOUND_S)
 
     @classmethod
     def shown_for(cls, masters: Sequence[str], credentials: Credentials) -> FetchedTickets | None:
@@ -72,13 +71,14 @@ class FetchedTickets:
         :class:`Unavailable` when none can be asked.
         """
         holding = self._holding
-        ticket = holding.ticket
-        if ticket is not None and time.monotonic() < holding.good_until:
+        ticket = holding.good(time.monotonic())
+        if ticket is not None:
             return ticket
         if not self._tried.wait(FIRST_S):
             raise Unavailable(f"no master gave a ticket within {FIRST_S:g} s")
-        if holding.ticket is not None and time.monotonic() < holding.good_until:
-            return holding.ticket
+        ticket = holding.good(time.monotonic())
+        if ticket is not None:
+            return ticket
         if self._closed:
             raise Closed("the client is closed")
         problem = holding.problem or Unavailable("the ticket has run out, and no master was asked for another yet")
@@ -89,11 +89,14 @@ class FetchedTickets:
         self._holding.refused(ticket, time.monotonic())
         self.loop.wake()
 
-    def turn(self) -> None:
-        """Fetch, if it is time: what the loop does."""
+    def turn(self) -> float:
+        """Fetch, if it is time: what the loop does. Returns the seconds until it is time again."""
+        if self._holding.due(time.monotonic()):
+            self._fetch_one()
+        return self._holding.due_in(time.monotonic())
+
+    def _fetch_one(self) -> None:
         holding = self._holding
-        if not holding.due(time.monotonic()):
-            return
         had = holding.problem
         try:
             ticket = self._ask_masters()
@@ -134,6 +137,11 @@ class FetchedTickets:
         if problem is not None and (isinstance(problem, Refused) or self.seconds_left() < SHORT_S):
             found.append(f"tickets: {problem}")
         return found
+
+    def counts(self) -> dict[str, int]:
+        """Tickets asked for, by outcome."""
+        holding = self._holding
+        return {"fetched": holding.fetched, "failed": holding.failed}
 
     def health(self) -> dict[str, object]:
         holding = self._holding

@@ -42,16 +42,21 @@ class Holding:
     def due(self, now: float) -> bool:
         return now >= self._due_at
 
-    def good(self, now: float) -> bool:
-        return self.ticket is not None and now < self.good_until
+    def due_in(self, now: float) -> float:
+        """Seconds until the next one is due; 0 when it is."""
+        return max(0.0, self._due_at - now)
+
+    def good(self, now: float) -> pb.Ticket | None:
+        """The one to show; None while there is none, or when its life has ended."""
+        return self.ticket if now < self.good_until else None
 
     def take(self, ticket: pb.Ticket, now: float) -> None:
         """A fresh one has come: the next is due at half of its life. Raises :class:`Unavailable` for nonsense."""
         claims = read_claims(ticket)
         life_s = max(LIFE_MIN_S, (claims.expires_ms - claims.issued_ms) / 1e3)
+        self._due_at = now + life_s / 2  # before it can be shown: whoever refuses it then changes that
         self.ticket, self.claims, self.problem = ticket, claims, None
         self.good_until = now + life_s
-        self._due_at = now + life_s / 2
         self._retry_s = RETRY_MIN_S
         self.fetched += 1
         self.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +141,35 @@ def test_every_master_is_tried_until_one_gives() -> None:
     assert masters.asked == ["a", "b", "c"] and not said(tickets)
     tickets.turn()
     assert len(masters.asked) == 3, "it is not due"
+
+
+def test_the_loop_rests_until_the_next_ticket_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvstrata.client.security.fetched.time", SimpleNamespace(monotonic=lambda: now))
+    masters = Masters(a=Unavailable("away"))
+    tickets = source(masters)
+    assert tickets.turn() == RETRY_MIN_S
+    masters.answers["a"] = ticket(life_s=600.0)
+    now += RETRY_MIN_S
+    assert tickets.turn() == 300.0
+    now += 100.0
+    assert tickets.turn() == 200.0
+    tickets.refused(tickets.current())
+    assert tickets.turn() == 300.0 and len(masters.asked) == 3
+
+
+def test_a_ticket_that_was_refused_ends_the_rest() -> None:
+    again = threading.Event()
+
+    def fetch(*_: object) -> pb.Ticket:
+        if tickets.health()["fetched"]:
+            again.set()
+        return ticket()
+
+    tickets = FetchedTickets(("a",), SHOWN, fetch=fetch)
+    with tickets.start():
+        tickets.refused(tickets.current())
+        assert again.wait(10.0)
 
 
 def test_a_refusal_says_more_than_a_silence() -> None:
