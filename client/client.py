@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, get_args
 
 import numpy as np
 
@@ -39,8 +39,8 @@ from kvstrata.client.locations import RecentLocations
 from kvstrata.client.looking import Looker
 from kvstrata.client.masters import parse_masters
 from kvstrata.client.memory import RegisteredMemory
-from kvstrata.client.metrics import OPEN, ClientCollector, Metered, collector_of
 from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.open_clients import OPEN, Metered
 from kvstrata.client.outcomes import WHOLE_CALL, refused_late
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import blocks_in_message
@@ -63,6 +63,9 @@ from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.select import TransportChoice
 from kvstrata.transfer.traces import join_host
 from kvstrata.transfer.tracing import TRACING
+
+if TYPE_CHECKING:
+    from kvstrata.client.metrics import ClientCollector
 
 #: The constructor and ``namespace`` wait no longer than this for a master that does not answer.
 GREET_S: Final = CONNECT_S + SILENCE_S
@@ -348,8 +351,7 @@ class Client:
             ranges.finish(fetched.status)
         seconds = time.monotonic() - started
         result = LoadResult.of(fetched.status, fetched.tier, seconds, fetched.bytes_moved, fetched.pending)
-        self._counters.add("load", result.reasons, result.bytes_moved)
-        self._counters.found("load", result.tiers.tobytes())
+        self._counters.add("load", result.reasons, result.bytes_moved, result.tiers.tobytes())
         if ranges is not None and ranges.problem is not None:
             if not fetched.pending:
                 raise ranges.problem
@@ -380,8 +382,7 @@ class Client:
         refusals: list[Refused] = []
         fetched = self._reader.read(asked, viewing(asked, view, refusals))
         reasons = reasons_of(fetched.status)
-        self._counters.add("view", reasons)
-        self._counters.found("view", fetched.tier[fetched.status == BlockStatus.LOADED].tobytes())
+        self._counters.add("view", reasons, tiers=fetched.tier[fetched.status == BlockStatus.LOADED].tobytes())
         if refusals and "loaded" not in reasons:
             raise refusals[0]
 
@@ -491,6 +492,8 @@ class Client:
 
     def metrics(self) -> ClientCollector:
         """For a Prometheus registry: see :mod:`kvstrata.client.metrics`. Asks nobody, and outlives the client."""
+        from kvstrata.client.metrics import collector_of
+
         self._check_usable()
         return collector_of(self._metered)
 

@@ -24,7 +24,9 @@ class Counters:
         self._hits: dict[str, Counter[str]] = {}
         self._moved: Counter[tuple[str, str]] = Counter()
 
-    def add(self, kind: str, reasons: Mapping[str, int], nbytes: int = 0) -> None:
+    def add(self, kind: str, reasons: Mapping[str, int], nbytes: int = 0, tiers: bytes | None = None) -> None:
+        """One call. ``tiers``: of blocks that a lookup showed or a load brought, where they were: u8[n], other values
+        are none."""
         with self._lock:
             counter = self._kinds.get(kind)
             if counter is None:
@@ -34,6 +36,15 @@ class Counters:
             for name, count in reasons.items():
                 counter["asked"] += count
                 counter[name] += count
+            if tiers is not None:
+                self._found(kind, tiers)
+
+    def _found(self, kind: str, tiers: bytes) -> None:
+        counter = self._hits.get(kind)
+        if counter is None:
+            counter = self._hits[kind] = Counter()
+        for name, code in _TIERS:
+            counter[name] += tiers.count(code)
 
     def absorb(self, other: Counters) -> None:
         """Add what ``other`` has counted, for good."""
@@ -44,15 +55,6 @@ class Counters:
                 for kind, counts in theirs.items():
                     mine.setdefault(kind, Counter()).update(counts)
             self._moved.update(moved)
-
-    def found(self, kind: str, tiers: bytes) -> None:
-        """Blocks that a lookup showed or a load brought, by the tier they were in: u8[n], other values are none."""
-        with self._lock:
-            counter = self._hits.get(kind)
-            if counter is None:
-                counter = self._hits[kind] = Counter()
-            for name, code in _TIERS:
-                counter[name] += tiers.count(code)
 
     def moved(self, kind: str, transport: str, nbytes: int) -> None:
         """Payload bytes that one node gave or took."""

@@ -56,8 +56,7 @@ class Looker:
             codes, nodes, replicas = located.codes, located.nodes, located.replicas
             self._recent.remember(namespace, salt, packed, codes, nodes, epoch=namespace.epoch, replicas=replicas)
             found = _answered(located, time.monotonic() - started)
-        self._counters.add("lookup", found.reasons)
-        self._counters.found("lookup", found.tiers[found.present].tobytes())
+        self._counters.add("lookup", found.reasons, tiers=found.tiers[found.present].tobytes())
         return found, located
 
 

@@ -21,11 +21,10 @@ from kvstrata.master.tenants.metrics import tenant_metrics
 from kvstrata.master.tenants.quota_api import routes
 from kvstrata.master.views import Views
 from kvstrata.proto import control_pb2 as control
-from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
+from kvstrata.transfer.exposition import add_process, build_info, exposition, seconds_family, traces_family
 from kvstrata.transfer.security.http_guard import rights_in
 from kvstrata.transfer.security.metrics import channel_metrics, security_metrics
 from kvstrata.transfer.security.rights import Role
-from kvstrata.transfer.timings import seconds_family
 from kvstrata.transfer.traces import trace_facts
 
 

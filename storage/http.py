@@ -15,11 +15,10 @@ from starlette.routing import Route
 from kvstrata.storage.access import ROUTES
 from kvstrata.storage.report import Device, NodeReport
 from kvstrata.storage.serving.rails import NodeRails
-from kvstrata.transfer.exposition import add_process, build_info, exposition, traces_family
+from kvstrata.transfer.exposition import add_process, build_info, exposition, seconds_family, traces_family
 from kvstrata.transfer.security.http_guard import HttpGuard, rights_in
 from kvstrata.transfer.security.metrics import channel_metrics, security_metrics
 from kvstrata.transfer.security.rights import Role
-from kvstrata.transfer.timings import seconds_family
 from kvstrata.transfer.web import WebServer
 
 _GAUGES = (

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from kvstrata.proto import wire
 from kvstrata.transfer.identity import SOFTWARE
+from kvstrata.transfer.timings import SECONDS, Histogram, Timings
 
 VERSION: Final = SOFTWARE.rpartition(" ")[2]
+_BOUNDS: Final = (*map(floatToGoString, SECONDS), "+Inf")
+_Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
@@ -38,6 +43,34 @@ def traces_family(prefix: str, counts: Mapping[str, int]) -> Metric:
     for outcome, count in counts.items():
         family.add_metric([outcome], count)
     return family
+
+
+def seconds_family(
+    metric: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Sequence[Timings]]],
+) -> HistogramMetricFamily:
+    """For a scrape. ``rows``: values of ``labels``, and timings that are added up under them by the name of the call,
+    which is the label "call"."""
+    family = HistogramMetricFamily(metric, text, labels=[*labels, "call"])
+    for values, timings in rows:
+        for name in timings[0].names:
+            total = Histogram()
+            for each in timings:
+                each.add_to(name, total)
+            family.add_metric([*values, name], _buckets(total), total.total)
+    return family
+
+
+def _buckets(histogram: Histogram) -> list[_Bucket]:
+    """As Prometheus has them: each with all that is below."""
+    upto, buckets = 0, list[_Bucket]()
+    for index, (bound, count) in enumerate(zip(_BOUNDS, histogram.counts, strict=True)):
+        upto += count
+        newest = histogram.exemplars.get(index)
+        buckets.append((bound, upto) if newest is None else (bound, upto, Exemplar(*newest)))
+    return buckets
 
 
 def add_process(registry: CollectorRegistry) -> None:

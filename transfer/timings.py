@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
-
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
 
 #: Upper bounds in seconds. From one block over shared memory to a call that waits for its deadline.
 SECONDS: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 #: OpenMetrics allows 128 characters of labels in an exemplar.
 EXEMPLAR_CHARACTERS_MAX: Final = 100
 
-_BOUNDS: Final = (*map(floatToGoString, SECONDS), "+Inf")
-_Exemplar = tuple[dict[str, str], float]
-_Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
-
-class _Histogram:
-    """``counts`` by bucket, not summed up; ``exemplars``: of each bucket the newest, with its seconds."""
+class Histogram:
+    """``counts`` by bucket, not summed up; the last is of what is over all bounds. ``exemplars``: of each bucket the
+    labels and seconds of the newest call that has a name."""
 
     __slots__ = ("counts", "exemplars", "total")
 
     def __init__(self) -> None:
-        self.counts = [0] * len(_BOUNDS)
+        self.counts = [0] * (len(SECONDS) + 1)
         self.total = 0.0
-        self.exemplars: dict[int, _Exemplar] = {}
+        self.exemplars: dict[int, tuple[dict[str, str], float]] = {}
 
-    def add(self, other: _Histogram) -> None:
+    def add(self, other: Histogram) -> None:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
         self.exemplars |= other.exemplars
-
-    def buckets(self) -> list[_Bucket]:
-        """As Prometheus has them: each with all that is below."""
-        upto, buckets = 0, list[_Bucket]()
-        for index, count in enumerate(self.counts):
-            upto += count
-            newest = self.exemplars.get(index)
-            bound = _BOUNDS[index]
-            buckets.append((bound, upto) if newest is None else (bound, upto, Exemplar(*newest)))
-        return buckets
 
 
 def exemplar_of(trace_id: str, request: str) -> dict[str, str] | None:
@@ -60,7 +43,7 @@ class Timings:
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         self._lock = threading.Lock()
-        self._all = {name: _Histogram() for name in self.names}
+        self._all = {name: Histogram() for name in self.names}
 
     def add(self, name: str, seconds: float, trace_id: str = "", request: str = "") -> None:
         """A call took so long. By ``trace_id``, or else ``request``, a person finds one like it."""
@@ -76,35 +59,12 @@ class Timings:
     def absorb(self, other: Timings) -> None:
         """Add what ``other`` has counted, of the same names."""
         for name in other.names:
-            total = _Histogram()
+            total = Histogram()
             other.add_to(name, total)
             with self._lock:
                 self._all[name].add(total)
 
-    def count(self, name: str) -> int:
-        """Calls of that name since the start."""
-        with self._lock:
-            return sum(self._all[name].counts)
-
-    def add_to(self, name: str, total: _Histogram) -> None:
+    def add_to(self, name: str, total: Histogram) -> None:
         """Add what is counted of ``name``."""
         with self._lock:
             total.add(self._all[name])
-
-
-def seconds_family(
-    metric: str,
-    text: str,
-    labels: Sequence[str],
-    rows: Iterable[tuple[Sequence[str], Sequence[Timings]]],
-) -> HistogramMetricFamily:
-    """For a scrape. ``rows``: values of ``labels``, and timings that are added up under them by the name of the call,
-    which is the label "call"."""
-    family = HistogramMetricFamily(metric, text, labels=[*labels, "call"])
-    for values, timings in rows:
-        for name in timings[0].names:
-            total = _Histogram()
-            for each in timings:
-                each.add_to(name, total)
-            family.add_metric([*values, name], total.buckets(), total.total)
-    return family

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client.core import Metric
 
-from kvstrata.client import BlockStatus, Client
-from kvstrata.client import metrics as module
-from kvstrata.client.metrics import OTHER_NAMES, ClientCollector, Metered, OpenClients
+from kvstrata.client import BlockStatus, Client, open_clients
+from kvstrata.client.metrics import ClientCollector, collector_of
+from kvstrata.client.open_clients import OTHER_NAMES, Metered, OpenClients
 from kvstrata.client.transfers import Transfers
 from tests.client.fake_pool import FakeMaster, packed
 
@@ -86,7 +86,7 @@ def test_what_closed_and_dropped_clients_counted_stays(
         client.close()
         client.close()
         assert asked() == {("lookup", "engine"): 3 * count}
-    mine = module.collector_of(client._metered)
+    mine = collector_of(client._metered)
     assert sum(samples(mine, "blocks_asked_total").values()) == 3, "the last one alone"
     assert samples(everyone, "call_seconds_count")["lookup", "engine"] == 2
 
@@ -98,7 +98,7 @@ def test_what_closed_and_dropped_clients_counted_stays(
 
 
 def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch, master: FakeMaster, connect: Callable[..., Client]) -> None:
-    monkeypatch.setattr(module, "NAMES_MAX", 2)
+    monkeypatch.setattr(open_clients, "NAMES_MAX", 2)
     client = connect(master.address)
     read = client._metered
     registry = OpenClients()
