@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.plan import Positions, gather
 from kvstrata.transfer.base import Named
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(msgspec.Struct):
     """``count`` blocks by packed ``hashes``; ``limit`` bounds the blocks of one message. What is being tried now may
     take until ``attempt_deadline``."""
 

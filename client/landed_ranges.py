@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvstrata.client import moving
 from kvstrata.client.counters import Counters

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +30,7 @@ TENANTS_MAX: Final = 64
 ANSWERS_MAX: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(msgspec.Struct, frozen=True):
     """A lookup's answer. ``codes`` u16[n] for the asked shard; ``present`` bool[n] after the AND over shards.
     ``replicas``: how many nodes have the block that most nodes have; 0 when the master does not say."""
 
@@ -51,8 +50,7 @@ class Located:
         return np.where(self.codes == 0, NO_TIER, (self.codes - 1) & 3).astype(np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """A placement's answer: ``codes`` u16[n] (0 = nowhere), ``states`` u8[n] (:class:`PlaceState`)."""
 
     codes: U16

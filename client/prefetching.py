@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
+
+from msgspec.structs import replace
 
 from kvstrata.client.asked import Asked
 from kvstrata.client.fanout import Fanout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,8 +34,7 @@ def reasons_of(status: Codes) -> dict[str, int]:
     return {_NAMES.get(code, f"status_{code}"): int(counts[code]) for code in np.flatnonzero(counts).tolist()}
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(msgspec.Struct, frozen=True):
     """Where a prefix is, as the directory believes now. Pins nothing.
 
     ``hit_blocks``: length of the longest usable prefix (every shard has it); None means "not yet": the
@@ -54,8 +53,7 @@ class Lookup:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
+class LoadResult(msgspec.Struct, frozen=True):
     """What became of each block of a load: rows of the destination are good exactly where ``loaded``.
 
     ``loaded`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``tiers`` u8[n]: where
@@ -94,8 +92,7 @@ class LoadResult:
         return {_TIER_NAMES.get(tier, f"tier_{tier}"): int(count) for tier, count in pairs}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreResult:
+class StoreResult(msgspec.Struct, frozen=True):
     """What became of each block of a store. ``stored``: the pool holds it now (also if it already did).
 
     ``stored`` bool[n], ``status`` u8[n] (:class:`BlockStatus`), ``reasons`` name -> count, ``durable`` bool[n]:
@@ -129,8 +126,7 @@ class StoreResult:
         return all_settled(self.pending, deadline)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveResult:
+class RemoveResult(msgspec.Struct, frozen=True):
     """``removed``: blocks the directory knew. ``unreached``: nodes that have not confirmed yet; the master
     keeps their tombstones. ``answered`` is False when no master took the removal: call again."""
 

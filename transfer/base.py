@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,8 +49,7 @@ class Landing(Protocol):
         """Wait until then, or until ``deadline`` (monotonic seconds); :meth:`settled`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """A read: block i of ``blocks`` receives the block whose hash is the i-th of ``hashes``.
 
     ``hashes`` is packed, n * hash_bytes. ``deadline`` is in monotonic seconds. ``epoch``: the weight epoch of
@@ -72,8 +72,7 @@ class Fetch:
     landed: Callable[[int, Mask], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """``status``, ``tier``: u8[n]; ``tier`` is where a loaded block was when the node was asked. ``delta_seq``
     goes into a miss report. Unloaded rows may hold garbage; those that are PENDING may still be written to until all
     of ``pending`` have settled."""
@@ -85,8 +84,7 @@ class Fetched:
     pending: tuple[Landing, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(msgspec.Struct, frozen=True):
     """A write. ``parent`` is the hash before the first (empty at a chain's head), ``first_index`` the
     first block's position in its chain, ``epoch`` the weight epoch of the writer's namespace handle."""
 
@@ -100,8 +98,7 @@ class Push:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(msgspec.Struct, frozen=True):
     """``status``: u8[n]; ``durable``: bool[n], True where the node has the block flushed on SSD, None: nowhere.
     What is read after the call has returned is never stored: over rdma a node that was late may still read blocks
     that are LATE or NODE_LOST, so their memory stays mapped until it says that it does not (unregistering asks it).
@@ -113,8 +110,7 @@ class Pushed:
     pending: tuple[Landing, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """Blocks by name, for calls that move no bytes to or from this process."""
 
     namespace: Namespace

@@ -37,6 +37,8 @@ CONNECT_S: Final = 0.22
 #: An answer is polled for this long before the thread sleeps: waking up costs more than most answers take.
 SPIN_S: Final = 50e-6
 
+_FAILURE: Final = int(wire.Kind.FAILURE)
+
 M = TypeVar("M", bound=Message)
 
 
@@ -197,7 +199,10 @@ class Connection:
                 meanwhile()
             elif self.spins and not raw:
                 self.stream.spin(SPIN_S)
-            return self._answer(deadline)
+            frame = self.stream.receive(deadline)
+            if frame.request == self._request and frame.kind != _FAILURE:
+                return frame
+            return self._answer(deadline, frame)
         except Silence as error:
             raise self._silent() from error
         except (Disconnected, Silent, Late, ProtocolError):
@@ -249,7 +254,7 @@ class Connection:
             self.stream.send(kind, self._request, message, raw, fds)
             if meanwhile is not None:
                 meanwhile()
-            return self._answer(deadline)
+            return self._answer(deadline, self.stream.receive(deadline))
         except (Silence, Silent) as error:
             self.broken = True
             raise Late(f"no answer within the {left_s * 1e3:.0f} ms that were left") from error
@@ -260,19 +265,18 @@ class Connection:
             if not self.broken:  # also after a refusal: the connection goes on to other calls
                 self.stream.set_silence(self.silence_s)
 
-    def _answer(self, deadline: float | None) -> Frame:
-        while True:
-            frame = self.stream.receive(deadline)
-            if frame.request == self._request and frame.kind != wire.Kind.FAILURE:
-                return frame
-            if frame.kind == wire.Kind.PROGRESS:
-                if deadline is not None and time.monotonic() > deadline:
-                    raise Late("still at work when the deadline passed")
-                continue
-            if frame.kind == wire.Kind.FAILURE:
+    def _answer(self, deadline: float | None, frame: Frame) -> Frame:
+        """The answer, of which ``frame`` is what came first: itself, a sign of work before it, or a failure."""
+        while frame.request != self._request or frame.kind == _FAILURE:
+            if frame.kind == _FAILURE:
                 failure = expect(pb.Failure, frame, wire.Kind.FAILURE)
                 raise from_code(failure.code, failure.message)
-            raise ProtocolError(f"answer to request {frame.request}, expected {self._request}")
+            if frame.kind != wire.Kind.PROGRESS:
+                raise ProtocolError(f"answer to request {frame.request}, expected {self._request}")
+            if deadline is not None and time.monotonic() > deadline:
+                raise Late("still at work when the deadline passed")
+            frame = self.stream.receive(deadline)
+        return frame
 
     def close(self) -> None:
         self.broken = True

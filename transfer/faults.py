@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.status import BlockStatus

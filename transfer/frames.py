@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kvstrata.proto import wire
 from kvstrata.proto.errors import ProtocolError, Unavailable
@@ -26,6 +26,11 @@ FDS_MAX = 128
 READ_BUFFER_BYTES = 1 << 16
 #: Bytes of one recvmsg_into, so that a caller can work on them while they are in cache.
 RAW_STEP_BYTES = 4 << 20
+
+
+_FDS_BYTES: Final = socket.CMSG_LEN(FDS_MAX * array.array("i").itemsize)
+
+B = TypeVar("B")
 
 
 class Silence(Exception):
@@ -113,8 +118,8 @@ class FrameStream:
                     self._send_with_fds(head, fds)
                 elif raw:
                     self._send_gathered([memoryview(head), *raw])
-                else:
-                    self._send_all(head)
+                elif (sent := self.sock.send(head)) < len(head):
+                    self._send_rest(head, sent)
         except OSError as error:
             raise _lost(error) from error
 
@@ -133,12 +138,10 @@ class FrameStream:
         finally:
             self.send_lock.release()
 
-    def _send_all(self, data: bytes) -> None:
-        sent = self.sock.send(data)
-        if sent < len(data):
-            view = memoryview(data)
-            while sent < len(data):
-                sent += self.sock.send(view[sent:])
+    def _send_rest(self, data: bytes, sent: int) -> None:
+        view = memoryview(data)
+        while sent < len(data):
+            sent += self.sock.send(view[sent:])
 
     def _send_gathered(self, views: list[memoryview]) -> None:
         index, offset = 0, 0
@@ -152,9 +155,7 @@ class FrameStream:
     def _send_with_fds(self, head: bytes, fds: Sequence[int]) -> None:
         assert len(fds) <= FDS_MAX
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        sent = self.sock.sendmsg([head], rights)
-        while sent < len(head):
-            sent += self.sock.send(memoryview(head)[sent:])
+        self._send_rest(head, self.sock.sendmsg([head], rights))
 
     # ------------------------------------------------------------------ reading
 
@@ -170,15 +171,19 @@ class FrameStream:
             self._fill(deadline)
             if deadline is None and within_s is not None and self._end - self._start < wire.HEADER_BYTES:
                 deadline = time.monotonic() + within_s
-        header = wire.decode_header(self._buffer, self._start)
-        if header.message_bytes > self.message_bytes_max:
-            raise ProtocolError(f"message of {header.message_bytes} bytes: the bound here is {self.message_bytes_max}")
-        self._start += wire.HEADER_BYTES
-        if deadline is None and within_s is not None and self._end - self._start < header.message_bytes:
-            deadline = time.monotonic() + within_s
-        message = self._take(header.message_bytes, deadline)
-        self.raw_left = header.raw_bytes
-        return Frame(header.kind, header.request, message, header.raw_bytes)
+        kind, request, message_bytes, raw_bytes = wire.decode_header(self._buffer, self._start)
+        if message_bytes > self.message_bytes_max:
+            raise ProtocolError(f"message of {message_bytes} bytes: the bound here is {self.message_bytes_max}")
+        start = self._start = self._start + wire.HEADER_BYTES
+        if start + message_bytes <= self._end:  # most often it came with its header
+            self._start += message_bytes
+            message = bytes(self._view[start : self._start])
+        else:
+            if deadline is None and within_s is not None:
+                deadline = time.monotonic() + within_s
+            message = self._take(message_bytes, deadline)
+        self.raw_left = raw_bytes
+        return Frame(kind, request, message, raw_bytes)
 
     def spin(self, spin_s: float) -> None:
         """Poll for the first bytes of an answer for at most ``spin_s``; reads what is there."""
@@ -244,7 +249,10 @@ class FrameStream:
             room -= piece.nbytes
             if room <= 0:
                 break
-        return self._read(lambda: self.sock.recvmsg_into(batch)[0], deadline)
+        return self._read(self._recv_gathered, batch, deadline)
+
+    def _recv_gathered(self, batch: list[memoryview]) -> int:
+        return self.sock.recvmsg_into(batch)[0]
 
     def _take(self, count: int, deadline: float | None) -> bytes:
         buffered = self._end - self._start
@@ -260,8 +268,7 @@ class FrameStream:
         self._start = self._end = 0
         done = buffered
         while done < count:
-            rest = view[done:]
-            done += self._read(lambda rest=rest: self.sock.recv_into(rest), deadline)  # type: ignore[misc]
+            done += self._read(self.sock.recv_into, view[done:], deadline)
         return bytes(whole)
 
     def _fill(self, deadline: float | None) -> None:
@@ -271,15 +278,13 @@ class FrameStream:
             kept = self._end - self._start
             self._view[:kept] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, kept
-        room = self._view[self._end :]
-        if self.passes_fds:
-            self._end += self._read(lambda: self._recv_with_fds(room), deadline)
-        else:
-            self._end += self._read(lambda: self.sock.recv_into(room), deadline)
+        receive = self._recv_with_fds if self.passes_fds else self.sock.recv_into
+        self._end += self._read(receive, self._view[self._end :] if self._end else self._view, deadline)
 
     def _recv_with_fds(self, room: memoryview) -> int:
-        size = socket.CMSG_LEN(FDS_MAX * array.array("i").itemsize)
-        count, ancillary, _, _ = self.sock.recvmsg_into([room], size, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, _, _ = self.sock.recvmsg_into([room], _FDS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if not ancillary:
+            return count
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 rights = array.array("i")
@@ -290,14 +295,14 @@ class FrameStream:
             raise ProtocolError(f"more than {FDS_MAX} descriptors came with one frame")
         return count
 
-    def _read(self, read: Callable[[], int], deadline: float | None) -> int:
+    def _read(self, read: Callable[[B], int], into: B, deadline: float | None) -> int:
         if self._hurried_until is not None:
             left = self._hurried_until - time.monotonic()
             if left <= 0:
                 raise Late("it did not all come in time")
             self.set_silence(left)
         try:
-            count = read()
+            count = read(into)
         except BlockingIOError as error:
             raise Silence from error
         except OSError as error:

@@ -70,17 +70,21 @@ class NodeLink:
     ) -> tuple[pb.AcquireOk, float]:
         """Leases on slots, to be read from elsewhere: the node's answer, and the moment before it was asked."""
         sent = time.monotonic()
-        with TRACING.span("kvstrata.acquire", kind=SpanKind.CLIENT):
-            message = pb.Acquire(
-                ns=self.handle(namespace, deadline),
-                salt=salt,
-                hashes=hashes,
-                deadline_ms=max(1, int((deadline - sent) * 1e3)),
-                releases=self.take_releases(),
-                epoch=epoch,
-                trace=TRACING.here(),
-            ).SerializeToString()
-            return expect(pb.AcquireOk, self.channel.call(Kind.ACQUIRE, message, deadline), Kind.ACQUIRE_OK), sent
+        message = pb.Acquire(
+            ns=self.handle(namespace, deadline),
+            salt=salt,
+            hashes=hashes,
+            deadline_ms=max(1, int((deadline - sent) * 1e3)),
+            releases=self.take_releases(),
+            epoch=epoch,
+        )
+        if TRACING.on:
+            with TRACING.span("kvstrata.acquire", kind=SpanKind.CLIENT):
+                message.trace = TRACING.here()
+                frame = self.channel.call(Kind.ACQUIRE, message.SerializeToString(), deadline)
+        else:
+            frame = self.channel.call(Kind.ACQUIRE, message.SerializeToString(), deadline)
+        return expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK), sent
 
     # ------------------------------------------------------------------ blocks by name
 
@@ -123,11 +127,13 @@ class NodeLink:
         releases = self._releases
         if not releases:
             return b""
-        taken: list[int] = []
-        with suppress(IndexError):
-            while len(taken) < RELEASES_MAX:
+        taken = array("Q")
+        try:
+            while releases and len(taken) < RELEASES_MAX:
                 taken.append(releases.popleft())
-        return array("Q", taken).tobytes()
+        except IndexError:
+            pass  # another thread's message carries the last ones
+        return taken.tobytes()
 
     def upkeep(self) -> None:
         """Return leases nobody's message has carried, and probe an open breaker."""

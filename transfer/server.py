@@ -14,9 +14,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
@@ -45,8 +46,7 @@ DOZE_BOUND_S: Final = 2.0
 ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT))
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """An answer. ``raw`` follows the message; ``after`` runs once it is sent or has failed to be."""
 
     kind: int

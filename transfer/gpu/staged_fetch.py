@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvstrata.proto.errors import Busy, Unavailable
 from kvstrata.proto.status import BlockStatus
