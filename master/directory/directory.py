@@ -24,7 +24,7 @@ from kvstrata.master.content.misses import LEFT_REASONS, MissReason
 from kvstrata.master.directory.ghosts import Ghost, Ghosts
 from kvstrata.master.directory.graves import Graves
 from kvstrata.master.directory.holders import GHOST, HIDDEN, SLOTS_MAX, Codes, Holders, HolderSets, Ids
-from kvstrata.master.directory.probing import Keys, Remap
+from kvstrata.master.directory.probing import FEW, Keys, Remap
 from kvstrata.master.directory.routes import Routes
 from kvstrata.master.directory.table import BEGIN, Cursor, Table
 from kvstrata.master.directory.tap import Tap
@@ -253,12 +253,20 @@ class Directory:
         part = self._parts.get(key)
         if part is None:
             part = self._parts[key] = _Part()
+        if len(keys) <= FEW:
+            altered = part.table.update_few(keys, change)
+            self._grow_counts()
+            for was, now in altered:
+                self._count(part, was, -1)
+                self._count(part, now, 1)
+            self._drop_if_empty(key, part)
+            return len(altered)
         before, after = part.table.update(keys, change)
         self._grow_counts()
         size = len(self._per_set)
-        altered = np.bincount(after, minlength=size) - np.bincount(before, minlength=size)
-        for set_id in np.flatnonzero(altered).tolist():
-            self._count(part, set_id, int(altered[set_id]))
+        moved = np.bincount(after, minlength=size) - np.bincount(before, minlength=size)
+        for set_id in np.flatnonzero(moved).tolist():
+            self._count(part, set_id, int(moved[set_id]))
         self._drop_if_empty(key, part)
         return len(before)
 

@@ -20,12 +20,17 @@ Slots = npt.NDArray[np.int64]
 PROBES_MAX: Final = 256
 #: Values are 1 .. ``VALUE_MAX``; 0 means absent.
 VALUE_MAX: Final = 0xFFFFFFFE
+#: Up to so many keys are looked for one by one, in plain integers: arrays of so few cost more than they save.
+FEW: Final = 16
 #: Slots looked at together by passes over everything: temporaries stay in cache.
 STRIDE: Final = 1 << 16
 
 EMPTY: Final = np.uint32(0)
 TOMBSTONE: Final = np.uint32(0xFFFFFFFF)
 _LIVE_BELOW: Final = np.uint32(0xFFFFFFFE)
+_EMPTY: Final = int(EMPTY)
+_TOMBSTONE: Final = int(TOMBSTONE)
+_WORD: Final = (1 << 64) - 1
 
 
 class Remap(NamedTuple):
@@ -47,7 +52,9 @@ class SlotArray:
     ``live`` entries; ``used`` counts tombstones too. The owner keeps ``used`` well below the capacity.
     """
 
-    __slots__ = ("_hi", "_lo", "_mask", "_reach", "_secret", "live", "used", "value")
+    __slots__ = (
+        "_hi", "_highs", "_lo", "_lows", "_mask", "_reach", "_secret", "_secrets", "_values", "live", "used", "value",
+    )  # fmt: skip
 
     def __init__(self, capacity: int) -> None:
         self._lo = np.zeros(capacity, dtype=np.uint64)
@@ -55,7 +62,10 @@ class SlotArray:
         self.value = np.zeros(capacity, dtype=np.uint32)
         self._mask = np.uint64(capacity - 1)
         self._reach = 1  #: probes that find every key
-        self._secret = np.array([secrets.randbits(64) | (i & 1) for i in range(4)], dtype=np.uint64)
+        self._secrets = tuple(secrets.randbits(64) | (i & 1) for i in range(4))
+        self._secret = np.array(self._secrets, dtype=np.uint64)
+        # The same memory, for one key at a time: items of these are plain integers.
+        self._lows, self._highs, self._values = self._lo.data, self._hi.data, self.value.data
         self.live = 0
         self.used = 0
 
@@ -122,6 +132,46 @@ class SlotArray:
             slots = (slots[more] + step) & mask
         return total, pending
 
+    # ------------------------------------------------------------------ one key
+
+    def locate_one(self, low: int, high: int) -> int:
+        """As :meth:`locate`, for one key."""
+        values, lows, mask = self._values, self._lows, len(self._values) - 1
+        slot = self._first_slot(low, high)
+        for step in range(1, self._reach + 1):
+            value = values[slot]
+            if value == _EMPTY:
+                return -1
+            if lows[slot] == low and self._highs[slot] == high and value != _TOMBSTONE:
+                return slot
+            slot = (slot + step) & mask
+        return -1
+
+    def insert_one(self, low: int, high: int, value: int) -> bool:
+        """Add a key known to be absent; False when it finds no place within ``PROBES_MAX`` probes."""
+        values, mask = self._values, len(self._values) - 1
+        slot = self._first_slot(low, high)
+        for step in range(1, PROBES_MAX + 1):
+            occupant = values[slot]
+            if occupant in (_EMPTY, _TOMBSTONE):
+                self._lows[slot], self._highs[slot], values[slot] = low, high, value
+                self.live += 1
+                self.used += occupant == _EMPTY
+                self._reach = max(self._reach, step)
+                return True
+            slot = (slot + step) & mask
+        return False
+
+    def value_at(self, slot: int) -> int:
+        return self._values[slot]
+
+    def set_one(self, slot: int, value: int) -> None:
+        """As :meth:`set`, for one slot."""
+        self._values[slot] = value or _TOMBSTONE
+        self.live -= not value
+
+    # ------------------------------------------------------------------ slots
+
     def set(self, slots: Slots, values: Values) -> None:
         """New values for distinct live slots; 0 leaves a tombstone."""
         gone = values == EMPTY
@@ -164,6 +214,8 @@ class SlotArray:
         assert len(slots) == self.live, f"{len(slots)} live entries, counted {self.live}"
         assert np.count_nonzero(self.value) == self.used
         assert np.array_equal(self.locate(keys), slots), "an entry is not where a lookup ends"
+        some = slice(0, len(slots), 1 + len(slots) // 64)
+        assert [self.locate_one(*key) for key in keys[some].tolist()] == slots[some].tolist(), "one key goes elsewhere"
 
     def _first_slots(self, keys: Keys) -> Slots:
         add_low, multiply_low, add_high, multiply_high = self._secret
@@ -176,6 +228,13 @@ class SlotArray:
         mixed &= self._mask
         first: Slots = mixed.view(np.int64)
         return first
+
+    def _first_slot(self, low: int, high: int) -> int:
+        """As :meth:`_first_slots`, for one key."""
+        add_low, multiply_low, add_high, multiply_high = self._secrets
+        mixed = (low ^ add_low) * multiply_low & _WORD
+        mixed = ((mixed ^ mixed >> 32) + (high ^ add_high)) * multiply_high & _WORD
+        return (mixed ^ mixed >> 31) & (len(self._values) - 1)
 
     def _claim(self, slots: Slots, keys: Keys, values: Values, rows: Slots, occupant: Values) -> int:
         """Write rows into free slots; where several want one, the last gets it. Returns slots taken."""

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.master.directory.probing import EMPTY, STRIDE, Keys, Remap, SlotArray, Slots, Values
+from kvstrata.master.directory.probing import EMPTY, FEW, STRIDE, Keys, Remap, SlotArray, Slots, Values
 
 CAPACITY_MIN: Final = 64
 #: Used slots (live entries and tombstones) never pass this share of the capacity ...
@@ -92,11 +92,22 @@ class Table:
 
     def find(self, keys: Keys) -> Values:
         """Values of ``keys``, 0 where absent: u32[n]."""
+        if len(keys) <= FEW:
+            return np.array([self.value(low, high) for low, high in keys.tolist()], dtype=np.uint32)
         values = _values_at(self._slots, self._slots.locate(keys))
         if self._old is not None:
             missing = np.flatnonzero(values == EMPTY)
             values[missing] = _values_at(self._old, self._old.locate(keys[missing]))
         return values
+
+    def value(self, low: int, high: int) -> int:
+        """The value of one key, 0 when it is absent."""
+        slot = self._slots.locate_one(low, high)
+        if slot >= 0:
+            return self._slots.value_at(slot)
+        if self._old is not None and (slot := self._old.locate_one(low, high)) >= 0:
+            return self._old.value_at(slot)
+        return 0
 
     def entries(self, cursor: Cursor, count: int) -> tuple[Keys, Values, Cursor | None]:
         """Entries of the next ``count`` slots: (keys, values, where to go on; None at the end).
@@ -128,14 +139,29 @@ class Table:
 
     def put(self, keys: Keys, values: Values) -> None:
         """Set values (none of them 0). Of equal keys in one batch the last wins."""
+        if len(keys) <= FEW:
+            for (low, high), value in zip(keys.tolist(), values.tolist(), strict=True):
+                self.put_one(low, high, value)
+            return
         self._advance(keys)
         slots = self._slots.locate(keys)
         known = slots >= 0
         self._slots.value[slots[known]] = values[known]
         self._insert(keys[~known], values[~known])
 
+    def put_one(self, low: int, high: int, value: int) -> None:
+        """As :meth:`put`, for one key."""
+        self._advance_few([(low, high)])
+        slot = self._slots.locate_one(low, high)
+        if slot >= 0:
+            self._slots.set_one(slot, value)
+        else:
+            self._insert_one(low, high, value)
+
     def discard(self, keys: Keys) -> int:
         """Take keys out; returns how many were there."""
+        if len(keys) <= FEW:
+            return len(self.update_few(keys, np.zeros_like))
         before, _ = self.update(keys, np.zeros_like)
         return len(before)
 
@@ -144,6 +170,9 @@ class Table:
 
         Returns (before, after) of the distinct keys that ``change`` altered.
         """
+        if len(keys) <= FEW:
+            altered_few = np.array(self.update_few(keys, change), dtype=np.uint32).reshape(-1, 2)
+            return altered_few[:, 0], altered_few[:, 1]
         self._advance(keys)
         slots = self._slots.locate(keys)
         known = np.unique(slots[slots >= 0])
@@ -160,6 +189,23 @@ class Table:
             after = np.concatenate((after, np.full(count, fresh[0], dtype=np.uint32)))
         self._maybe_shrink()
         return before, after
+
+    def update_few(self, keys: Keys, change: Callable[[Values], Values]) -> list[tuple[int, int]]:
+        """As :meth:`update`, key by key: (before, after) of each distinct key that ``change`` altered."""
+        pairs = [(low, high) for low, high in dict.fromkeys(map(tuple, keys.tolist()))]
+        self._advance_few(pairs)
+        slots = [self._slots.locate_one(low, high) for low, high in pairs]
+        before = [self._slots.value_at(slot) if slot >= 0 else 0 for slot in slots]
+        after = change(np.array(before, dtype=np.uint32)).tolist()
+        altered = [row for row in zip(slots, pairs, before, after, strict=True) if row[2] != row[3]]
+        for slot, _, _, value in altered:
+            if slot >= 0:
+                self._slots.set_one(slot, value)
+        for slot, (low, high), _, value in altered:
+            if slot < 0:  # last, as slots change when this needs more of them
+                self._insert_one(low, high, value)
+        self._maybe_shrink()
+        return [(was, now) for _, _, was, now in altered]
 
     def remap(self, remap: Remap, cursor: Cursor, count: int) -> tuple[Values, Cursor | None]:
         """Replace values in the next ``count`` slots.
@@ -200,9 +246,26 @@ class Table:
         if self._old is not None:
             old = np.unique(self._old.locate(keys))
             self._take_over(old[old >= 0])
-            self._move(max(MOVED_MIN, MOVED_PER_KEY * len(keys)))
+        self._go_on(len(keys))
+
+    def _advance_few(self, pairs: list[tuple[int, int]]) -> None:
+        """As :meth:`_advance`, key by key."""
+        old = self._old
+        if old is not None:
+            for low, high in pairs:
+                slot = old.locate_one(low, high)
+                if slot >= 0:
+                    value = old.value_at(slot)
+                    old.set_one(slot, 0)
+                    self._place_one(low, high, value)
+        self._go_on(len(pairs))
+
+    def _go_on(self, count: int) -> None:
+        """With a change of ``count`` keys, some of what is to be moved or made ready is."""
+        if self._old is not None:
+            self._move(max(MOVED_MIN, MOVED_PER_KEY * count))
         elif self._slots.used > LOAD_AHEAD * self.capacity and self.capacity > MOVED_AT_ONCE:
-            self._look_ahead(WARMED_PER_KEY * len(keys))
+            self._look_ahead(WARMED_PER_KEY * count)
 
     def _look_ahead(self, count: int) -> None:
         """Have ``count`` more of the slots ready that the next resize will most likely take."""
@@ -248,10 +311,18 @@ class Table:
         """Add keys that are nowhere yet; returns how many were distinct."""
         if not len(keys):
             return 0
-        coming = len(keys) + (self._old.live if self._old is not None else 0)
-        if self._slots.used + coming > LOAD_MAX * self.capacity:
-            self._resize(_capacity_for(self.live + len(keys)))
+        self._make_room(len(keys))
         return self._place(keys, values)
+
+    def _insert_one(self, low: int, high: int, value: int) -> None:
+        """As :meth:`_insert`, for one key."""
+        self._make_room(1)
+        self._place_one(low, high, value)
+
+    def _make_room(self, count: int) -> None:
+        coming = count + (self._old.live if self._old is not None else 0)
+        if self._slots.used + coming > LOAD_MAX * self.capacity:
+            self._resize(_capacity_for(self.live + count))
 
     def _place(self, keys: Keys, values: Values) -> int:
         total, left = self._slots.insert(keys, values)
@@ -261,6 +332,10 @@ class Table:
             count, left = self._slots.insert(keys, values)
             total += count
         return total
+
+    def _place_one(self, low: int, high: int, value: int) -> None:
+        while not self._slots.insert_one(low, high, value):
+            self._spread()
 
     def _spread(self) -> None:
         """A key found no place within reach: move to more slots, under another secret, at once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstrata.master.directory import probing
 from kvstrata.master.directory import table as table_module
-from kvstrata.master.directory.probing import Keys, Remap, Values
+from kvstrata.master.directory.probing import FEW, Keys, Remap, Values
 from kvstrata.master.directory.table import BEGIN, CAPACITY_MIN, Cursor, Table, fold
 
 SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
@@ -167,13 +169,40 @@ def test_equal_keys_in_one_batch_the_last_wins_and_count_once() -> None:
     assert table.find(keys[::50]).tolist() == [50, 100, 150]
 
 
-def test_a_key_that_finds_no_place_within_the_bound_makes_the_table_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch", [100, FEW])
+def test_a_key_that_finds_no_place_within_the_bound_makes_the_table_grow(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     monkeypatch.setattr(probing, "PROBES_MAX", 2)
     table, keys = Table(), random_keys(5_000)
-    for start in range(0, len(keys), 100):
-        table.put(keys[start : start + 100], np.full(100, start + 1, dtype=np.uint32))
+    for start in range(0, len(keys), batch):
+        values = np.full(min(batch, len(keys) - start), start + 1, dtype=np.uint32)
+        table.put(keys[start : start + batch], values)
     assert table.live == len(keys)
     table.check()
+
+
+def test_key_by_key_and_in_batches_is_the_same() -> None:
+    """While a large table moves, too: keys are found, changed and taken out wherever they are."""
+    table, keys = Table(), random_keys(120_000)
+    table.put(keys[:50_000], np.full(50_000, 7, dtype=np.uint32))
+    while table._old is None:
+        count = table.live
+        table.put(keys[count : count + 1_000], np.full(1_000, 7, dtype=np.uint32))
+    total, moving = table.live, 0
+    for at in range(0, 12 * FEW, FEW):
+        few = keys[at : at + FEW]
+        moving += table._old is not None
+        assert table.find(few).tolist() == [7] * FEW
+        before, after = table.update(few, partial(np.add, np.uint32(at + 1)))
+        assert (before.tolist(), after.tolist()) == ([7] * FEW, [at + 8] * FEW)
+        assert table.discard(few[:3]) == 3 and table.discard(few[:3]) == 0
+        table.put(few[2:4], np.array([1, 2], dtype=np.uint32))
+        assert table.find(few).tolist() == [0, 0, 1, 2] + [at + 8] * (FEW - 4)
+        table.check()
+    assert moving and table.live == total - 2 * 12
+    found = table.find(keys[:total])
+    assert np.count_nonzero(found) == total - 2 * 12 and (found[12 * FEW :] == 7).all()
 
 
 def test_slots_depend_on_a_secret() -> None:
