@@ -74,6 +74,7 @@ class FakeNode:
         self._parts: list[bytes] = []
         self._over = threading.Event()
         self._attached = threading.Event()
+        self.acked = 0  #: what the master has said that it has taken in
         self._acked: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(hello.grpc, [("grpc.use_local_subchannel_pool", 1)])
         self._sync = self._channel.stream_stream(
@@ -111,6 +112,7 @@ class FakeNode:
                 if body == "attached":
                     self._attached.set()
                 elif body == "ack" and message.ack.seq >= 1:
+                    self.acked = message.ack.seq
                     self._acked.put(time.monotonic())
                 elif body == "resync":
                     raise SystemExit(f"{self.node_id}: the master asks for another snapshot: {message.resync.reason}")
