@@ -20,6 +20,7 @@ from kvstrata.cli.as_json import rows
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import Unavailable
 from tests import command_line
+from tests.processes import alive
 
 FREE = "127.0.0.1:0"
 Start = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
@@ -107,10 +108,10 @@ def dev(start: Start, nodes: int, *more: str) -> tuple[subprocess.Popen[str], di
 def test_dev_is_a_whole_pool_and_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     shm = set(Path("/dev/shm").iterdir())
     child, _, pids = dev(start, 2, "--data", str(tmp_path / "data"))
-    assert len(set(pids)) == 3 and all(_alive(pid) for pid in pids)
+    assert len(set(pids)) == 3 and all(alive(pid) for pid in pids)
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 0
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     assert set(Path("/dev/shm").iterdir()) <= shm
 
 
@@ -142,7 +143,7 @@ def test_a_dead_node_is_reported_and_dev_goes_on(start: Start, tmp_path: Path) -
     child, ready, pids = dev(start, 2)
     os.kill(pids[1], signal.SIGKILL)
     _until(lambda: len(_active(ready["master"])) == 1)
-    assert child.poll() is None and _alive(pids[2])
+    assert child.poll() is None and alive(pids[2])
 
 
 def test_dev_starts_what_died_again_where_it_was(start: Start, tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_children_of_a_killed_dev_die_with_it(start: Start, tmp_path: Path) -> N
     child, ready = start("dev", "--nodes", "1", "--dram", "16MiB", "--port-base", "0", "--data", str(tmp_path / "d"))
     pids = [ready["master_pid"], *(node["pid"] for node in ready["nodes"])]
     child.kill()
-    _until(lambda: not any(_alive(pid) for pid in pids), 20)
+    _until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
 def _nodes(master: str) -> list[dict[str, Any]]:
@@ -183,14 +184,6 @@ def _nodes(master: str) -> list[dict[str, Any]]:
 
 def _active(master: str) -> list[dict[str, Any]]:
     return [node for node in _nodes(master) if node["state"] == "active" and node["synced"]]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def _until(condition: Callable[[], bool], seconds: float = 15) -> None:

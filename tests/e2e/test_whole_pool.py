@@ -26,6 +26,7 @@ import pytest
 from kvstrata.transfer.security.tls import client_context
 from tests.e2e.real_pool import until
 from tests.e2e.secured_daemons import ask
+from tests.processes import alive
 from tests.redis_server import needs_redis
 
 PAGE = Path(__file__).parents[2] / "docs" / "whole-pool.md"
@@ -118,15 +119,8 @@ class Shell:
 
 def serves(bash: Shell, name: str) -> bool:
     """It has said that it is ready. One that has ended instead is an error at once."""
-    assert lives(bash.pid(name)), f"{name} has ended\n{bash.logs()}"
+    assert alive(bash.pid(name)), f"{name} has ended\n{bash.logs()}"
     return " ready: " in (bash.folder / f"{name}.log").read_text()
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 class Watch:
@@ -180,13 +174,13 @@ class Watch:
 
     def _note_gone(self) -> None:
         for name in (*(f"node-{n}" for n in NODES), *self._channels.values()):
-            if lives(self._shell.pid(name)):
+            if alive(self._shell.pid(name)):
                 self._gone.pop(name, None)
             else:
                 self._gone.setdefault(name, time.monotonic())
 
     def _long_gone(self, name: str) -> bool:
-        return time.monotonic() - self._gone.get(name, time.monotonic()) > KNOWN_S and not lives(self._shell.pid(name))
+        return time.monotonic() - self._gone.get(name, time.monotonic()) > KNOWN_S and not alive(self._shell.pid(name))
 
     def _untrue(self, document: dict[str, Any]) -> Iterator[str]:
         nodes = {row["node_id"]: row["state"] for row in document["nodes"]}
@@ -243,7 +237,7 @@ def test_the_page_from_the_first_command_to_the_last(shell: tuple[Shell, str]) -
         bash.type(typed["Traffic"])
         before = {name: bash.pid(name) for name in (*(f"master-{n}" for n in MASTERS), *(f"node-{n}" for n in NODES))}
         bash.type(typed["Upgrade"])
-        assert not [name for name, pid in before.items() if lives(pid) or not lives(bash.pid(name))]
+        assert not [name for name, pid in before.items() if alive(pid) or not alive(bash.pid(name))]
         said = bash.type(typed["What the traffic noticed"])
         until(lambda: one_leader(watch), 30)
     finally:
@@ -263,7 +257,7 @@ def test_the_page_from_the_first_command_to_the_last(shell: tuple[Shell, str]) -
     logs = "".join(path.read_text() for path in bash.folder.glob("*.log")) + said + seen
     assert not [each for each in secret if each in logs]
     bash.type(typed["End it"])
-    assert not [name for name in (*before, "redis") if lives(bash.pid(name))]
+    assert not [name for name in (*before, "redis") if alive(bash.pid(name))]
 
 
 def one_leader(watch: Watch) -> bool:

@@ -20,6 +20,7 @@ from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.server import ChannelServer, Reply
 from kvstrata.transfer.sessions import ServerConnection
+from tests.processes import alive
 
 from .conftest import until
 
@@ -136,11 +137,3 @@ def test_a_stopped_node_is_alive_without_progress(listener: Listener) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False

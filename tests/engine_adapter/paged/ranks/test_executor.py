@@ -27,6 +27,7 @@ from kvstrata.engine_adapter.paged.ranks.rank_process import RankProcess
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
 from tests.engine_adapter.paged.played_steps import Steps
+from tests.processes import alive
 
 LONG_S = 30.0
 
@@ -45,15 +46,6 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end, "it did not come about"
         time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; one that ended and was not reaped does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def open_fds() -> set[Path]:
