@@ -39,7 +39,7 @@ from kvstrata.proto.errors import (
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.security.access import CALLER
-from kvstrata.transfer.security.grpc_security import Guard, current_rights, server_credentials, standing
+from kvstrata.transfer.security.grpc_security import Guard, server_credentials, standing
 from kvstrata.transfer.security.opened import Security
 
 log = get_logger(__name__)
@@ -98,7 +98,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def LookupBlocks(self, request: control.NamedLookup, context: grpc.ServicerContext) -> pb.LookupOk:
         def call() -> pb.LookupOk:
-            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get())
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get().accountable)
             answer, nodes = self._calls.lookup(opened, request.salt, request.hashes, "")
             return lookup_ok(answer, opened.namespace.shard_count, nodes)
 
@@ -106,14 +106,14 @@ class MasterService(control_pb2_grpc.MasterServicer):
 
     def PlaceBlocks(self, request: control.NamedPlace, context: grpc.ServicerContext) -> pb.PlaceOk:
         def call() -> pb.PlaceOk:
-            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get())
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get().accountable)
             return place_ok(*self._calls.place(opened, request.salt, request.hashes, request.boot_id))
 
         return _answered(context, call)
 
     def RemoveBlocks(self, request: control.NamedRemove, context: grpc.ServicerContext) -> pb.RemoveOk:
         def call() -> pb.RemoveOk:
-            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get())
+            opened = self._calls.open_namespace(Namespace.from_spec(request.spec), CALLER.get().accountable)
             result = self._calls.remove(opened, request.salt, request.hashes, request.deadline_ms / 1000)
             return pb.RemoveOk(removed=result.removed, unreached=result.unreached)
 
@@ -182,7 +182,7 @@ class MasterService(control_pb2_grpc.MasterServicer):
             return context.is_active()
 
         try:
-            yield from self._index.watchers.watch(request, current_rights(), active)
+            yield from self._index.watchers.watch(request, CALLER.get(), active)
         except KVError as error:
             _abort(context, error)
 

@@ -52,7 +52,7 @@ def replicas_set(group: str, salt: str | None, count: int, *, named: bool) -> Ha
 
 
 def _ordered(kind: str, text: str, about: str = "", severity: Severity = Severity.NOTICE) -> Happening:
-    by = CALLER.get()
+    by = CALLER.get().subject
     return Happening(kind, f"{text}, by {by}" if by else text, severity, shown(about, named=True) if about else "")
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto.errors import Forbidden, Unauthenticated
-from kvstrata.transfer.security.rights import Rights, Role
+from kvstrata.transfer.security.rights import EVERYTHING, Rights, Role
 
 if TYPE_CHECKING:
     from kvstrata.transfer.security.tokens import Holder, TokenFile
 
-#: Whose token the call that is answered now has shown; "" where none is asked for.
-CALLER: ContextVar[str] = ContextVar("kvstrata_caller", default="")
+#: Of whoever made the call that is answered now, within its handler; everything where tokens are off.
+CALLER: ContextVar[Rights] = ContextVar("kvstrata_caller", default=EVERYTHING)
 _SCHEME: Final = "bearer "
 #: Why callers are refused, for metrics.
 REASONS: Final = ("no_token", "bad_token", "role", "tenant", "throttled")
@@ -92,7 +92,7 @@ class Gate:
         except Forbidden:
             self.count("tenant")
             raise
-        CALLER.set(rights.subject)
+        CALLER.set(rights)
         return rights
 
     def stand(self, authorization: str | None, names: tuple[str, ...], rights: Rights) -> None:

@@ -18,20 +18,14 @@ import grpc
 
 from kvstrata.proto.errors import Forbidden, KVError, Unauthenticated
 from kvstrata.transfer.security.access import Access, Gate
-from kvstrata.transfer.security.rights import EVERYTHING, Rights
+from kvstrata.transfer.security.rights import Rights
 from kvstrata.transfer.security.tls import Pems, ServerTls
 from kvstrata.transfer.security.watched_file import read_private
 
 _HEADER: Final = "authorization"
 #: Streams whose token is gone end at times of their own within this: all nodes may have had the same one.
 SPREAD_S: Final = 10.0
-_RIGHTS: ContextVar[Rights] = ContextVar("kvstrata_rights", default=EVERYTHING)
 _STANDING: ContextVar[Callable[[], None] | None] = ContextVar("kvstrata_standing", default=None)
-
-
-def current_rights() -> Rights:
-    """Of whoever is answered now, within a call's handler; everything where tokens are off."""
-    return _RIGHTS.get()
 
 
 def standing() -> Callable[[], None]:
@@ -106,24 +100,21 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _answer(
         self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
     ) -> Any:
-        rights, _ = self._admit(access, None if streamed else request, context)
-        token = _RIGHTS.set(rights)
-        try:
-            return behaviour(request, context)
-        finally:
-            _RIGHTS.reset(token)
+        self._admit(access, None if streamed else request, context)
+        return behaviour(request, context)
 
     def _answer_stream(
         self, access: Access | None, behaviour: Any, streamed: bool, request: Any, context: grpc.ServicerContext
     ) -> Iterator[Any]:
-        rights, stand = self._admit(access, None if streamed else request, context)
-        _RIGHTS.set(rights)  # gRPC gives each call a context of its own
-        _STANDING.set(stand)
+        admitted = self._admit(access, None if streamed else request, context)
+        _STANDING.set(_Standing(partial(self._gate.stand, *admitted)))
         yield from behaviour(request, context)
 
     def _admit(
         self, access: Access | None, request: Any, context: grpc.ServicerContext
-    ) -> tuple[Rights, Callable[[], None]]:
+    ) -> tuple[str | None, tuple[str, ...], Rights]:
+        """What was shown, as :meth:`Gate.stand` wants it. gRPC gives each call a context of its own, so that
+        :data:`~kvstrata.transfer.security.access.CALLER` holds within it alone."""
         shown = _text(next((value for name, value in context.invocation_metadata() if name == _HEADER), None))
         certified: Any = context.auth_context().get("x509_common_name", ())
         names = tuple(name.decode("utf-8", "replace") for name in certified)
@@ -131,7 +122,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
             rights = self._gate.admit(access, shown, names, request)
         except KVError as error:
             _abort(error, context)
-        return rights, _Standing(partial(self._gate.stand, shown, names, rights))
+        return shown, names, rights
 
 
 class _Standing:

@@ -24,6 +24,7 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.transfer.security.access import CALLER
+from kvstrata.transfer.security.rights import Rights, Role
 from tests.e2e import status_documents as documents
 
 Make = Callable[..., Any]
@@ -115,7 +116,7 @@ def test_tenants_against_their_quotas(master: Master, stub: Any, node: Make) -> 
 
 def test_what_operators_order_is_told_and_by_whom(master: Master, stub: Any, node: Make, wires: Any) -> None:
     node("a").attach().change(add=os.urandom(16), salt="secret-user")
-    token = CALLER.set("alice")
+    token = CALLER.set(Rights("alice", Role.OPERATE))
     try:
         asked = control.TenantSet(policy=control.TenantPolicy(salt="t", dram_limit=3 << 30))
         Tenants(master.hub, Content(master.hub)).set(asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ import yaml
 
 from kvstrata.proto.errors import Unauthenticated
 from kvstrata.transfer.security import grpc_security
-from kvstrata.transfer.security.access import Access, Gate
-from kvstrata.transfer.security.grpc_security import Guard, current_rights, open_channel, server_credentials
+from kvstrata.transfer.security.access import CALLER, Access, Gate
+from kvstrata.transfer.security.grpc_security import Guard, open_channel, server_credentials
 from kvstrata.transfer.security.rights import EVERYTHING, Role
 from kvstrata.transfer.security.tls import ServerTls
 from kvstrata.transfer.security.tokens import TokenFile, digest, new_token
@@ -51,11 +52,11 @@ class Served:
         def one(request: Any, context: Any) -> bytes:
             if kind.startswith("stream"):
                 assert list(request) == [b"salt"]
-            return current_rights().subject.encode()
+            return CALLER.get().subject.encode()
 
         def many(request: Any, context: Any) -> Iterator[bytes]:
             yield one(request, context)
-            yield current_rights().subject.encode()
+            yield CALLER.get().subject.encode()
 
         return many if kind.endswith("stream") else one
 
@@ -124,7 +125,7 @@ def test_a_call_without_a_rule_is_refused_to_everybody(gate: Gate, tokens: dict[
 def test_without_a_guard_everybody_has_all_rights(closing: Any) -> None:
     served = closing(Served(None))
     assert answers(closing(open_channel(served.address)), "unary_unary") == [b""]
-    assert current_rights() is EVERYTHING
+    assert Context().run(CALLER.get) is EVERYTHING
 
 
 def test_a_token_that_changes_is_shown_from_then_on(gate: Gate, tokens: dict[str, str], closing: Any) -> None:
