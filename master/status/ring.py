@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 STEP_S: Final = 2.0
 SPAN_S: Final = 3600.0
+
+_Places = TypeVar("_Places", int, npt.NDArray[np.intp])
 
 
 class CounterRing:
@@ -39,38 +41,42 @@ class CounterRing:
     def grown(self, seconds: float) -> tuple[float, dict[str, int]]:
         """What each counter grew by in the last ``seconds`` before the newest sample, and the seconds that this
         is really over: fewer while there are no older samples, 0.0 with less than two."""
-        times, rows = self._ordered()
+        times = self._ordered_times()
         if len(times) < 2:
             return 0.0, dict.fromkeys(self.names, 0)
         first = int(np.searchsorted(times, times[-1] - seconds - STEP_S / 4))
         first = min(first, len(times) - 2)
-        growth = rows[-1] - rows[first]
+        growth = self._rows[self._slots(len(times) - 1)] - self._rows[self._slots(first)]
         return float(times[-1] - times[first]), dict(zip(self.names, growth.tolist(), strict=True))
 
     def series(self, name: str, bucket_s: float, buckets: int) -> list[int | None]:
         """What one counter grew by in each of the last ``buckets``, oldest first; None where there are no samples."""
-        times, rows = self._ordered()
+        times = self._ordered_times()
         if len(times) < 2:
             return [None] * buckets
         edges = times[-1] - bucket_s * np.arange(buckets, -1, -1)
         places = np.searchsorted(times, edges + STEP_S / 4, side="right") - 1
-        column = rows[:, self._index[name]]
+        counts = self._rows[self._slots(np.maximum(places, 0)), self._index[name]]
         known: list[int | None] = [None] * buckets
         for bucket in range(buckets):
-            start, end = int(places[bucket]), int(places[bucket + 1])
-            if end > max(start, 0):
-                known[bucket] = int(column[end] - column[max(start, 0)])
+            if places[bucket + 1] > max(places[bucket], 0):
+                known[bucket] = int(counts[bucket + 1] - counts[bucket])
         return known
 
-    def _ordered(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    def _ordered_times(self) -> npt.NDArray[np.float64]:
+        """Of the samples held, oldest first."""
         if self._held < len(self._times):
-            return self._times[: self._held], self._rows[: self._held]
-        order = np.roll(np.arange(len(self._times)), -self._next)
-        return self._times[order], self._rows[order]
+            return self._times[: self._held]
+        return np.concatenate((self._times[self._next :], self._times[: self._next]))
+
+    def _slots(self, places: _Places) -> _Places:
+        """Where samples lie, by their places from the oldest on."""
+        oldest = self._next if self._held == len(self._times) else 0
+        return (places + oldest) % len(self._times)
 
     def check(self) -> None:
         """Assert that time and counters never go back."""
-        times, rows = self._ordered()
+        times, rows = self._ordered_times(), self._rows[self._slots(np.arange(self._held))]
         assert 0 <= self._held <= len(self._times)
         assert bool((np.diff(times) >= 0).all()), "time went back"
         assert bool((np.diff(rows, axis=0) >= 0).all()), "a counter went back"
