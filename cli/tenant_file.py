@@ -19,6 +19,7 @@ from kvstrata.cli.tenant_policy import NOTHING, Limit, Policy, exact_size
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.keys import check_salt
+from kvstrata.transfer.strict_yaml import StrictLoader
 
 FILE_BYTES_MAX = 16 << 20
 DENY = "deny"
@@ -56,8 +57,8 @@ def load(text: str, name: str) -> Policies:
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{name} is larger than {FILE_BYTES_MAX} bytes: is it a file of tenants?")
     try:
-        document = yaml.load(text, _UniqueKeys)
-    except Exception as error:  # PyYAML lets those of what it calls through: 2026-02-30 is a ValueError
+        document = yaml.load(text, StrictLoader)
+    except Exception as error:  # of any kind, as the loader says
         raise ConfigError(f"{name} is not YAML: {error}") from error
     if not isinstance(document, dict) or not document or set(document) - {"default", "tenants"}:
         raise ConfigError(f"{name}: expected a mapping with the keys 'tenants' and 'default'")
@@ -102,17 +103,3 @@ def _policy(values: object, where: str) -> Policy:
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML that says a key twice has one of its values ignored: refuse it."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int | float | bool) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
-            if isinstance(key, str | int | float | bool):
-                seen.add(key)
-        return super().construct_mapping(node, deep)

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstrata.cli.secret_files import write_secret
 from kvstrata.proto.errors import ConfigError
+from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.tickets import KEY_BYTES, TicketKeys
 
 _HEADER: Final = (
@@ -32,7 +33,7 @@ def write_first(path: Path) -> None:
 
 def rotate(path: Path, step: Step) -> str:
     """Change the file; returns what to do next. Raises :class:`ConfigError` where the step before was left out."""
-    keys = dict(_read(path).secrets)
+    keys = dict(KeyFile(path).keys().secrets)
     first, *others = keys
     if step is Step.ADD:
         if others:
@@ -55,14 +56,7 @@ def rotate(path: Path, step: Step) -> str:
 
 def ids(path: Path) -> list[str]:
     """The keys' ids, the one that signs first."""
-    return list(_read(path).secrets)
-
-
-def _read(path: Path) -> TicketKeys:
-    try:
-        return TicketKeys.parse(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the ticket keys {path}: {error}") from error
+    return list(KeyFile(path).keys().secrets)
 
 
 def _write(path: Path, keys: dict[str, bytes]) -> None:

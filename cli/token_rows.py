@@ -1,5 +1,5 @@
-"""The rows of a token file as they are written: added, listed, taken away; each result is read back by the servers' own
-reader before it replaces the file."""
+"""The rows of a token file as they are written: added, listed, taken away; each result goes through the servers' own
+parser before it replaces the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 from kvstrata.cli.secret_files import write_secret
 from kvstrata.proto.errors import ConfigError, InvalidArgument
 from kvstrata.transfer.security.rights import Role
-from kvstrata.transfer.security.tokens import TokenFile, digest, new_token
+from kvstrata.transfer.security.tokens import TokenFile, digest, new_token, parse_rows
+from kvstrata.transfer.security.watched_file import check_size
 
 _HEADER: Final = (
     "# Who may call: hashes of tokens, roles, and what each may touch. Read again when it changes.\n"
@@ -72,13 +73,8 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    text = _HEADER + yaml.safe_dump(list(rows), sort_keys=False)
-    trial = path.with_name(f".{path.name}.new")
-    write_secret(trial, text.encode())
-    try:
-        TokenFile(trial)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(str(trial), str(path))) from error
-    finally:
-        trial.unlink(missing_ok=True)
-    write_secret(path, text.encode())
+    """Raises :class:`ConfigError` for what a server would not take: then the file is as it was."""
+    content = (_HEADER + yaml.safe_dump(list(rows), sort_keys=False)).encode()
+    check_size(content, path, "tokens")
+    parse_rows(content, path)
+    write_secret(path, content)

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvstrata.cli import token_rows
 from kvstrata.cli.app import app
 from kvstrata.cli.command_tree import leaves
-from kvstrata.proto.errors import Unauthenticated
+from kvstrata.proto.errors import ConfigError, Unauthenticated
 from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.tls import ServerTls, client_context
 from kvstrata.transfer.security.tokens import TokenFile, read_token
+from kvstrata.transfer.security.watched_file import FILE_BYTES_MAX
 
 x509 = pytest.importorskip("cryptography.x509")
 
@@ -63,7 +65,7 @@ def test_each_role_has_a_token_that_its_row_knows(made: Path) -> None:
     tokens = TokenFile(made / "tokens.yaml")
     for role in Role:
         secret = read_token(made / f"{role.value}.token")
-        assert tokens.rights_of(secret).role is role
+        assert tokens.holder_of(secret).rights.role is role
         assert secret not in (made / "tokens.yaml").read_text()
 
 
@@ -124,7 +126,7 @@ def test_tokens_are_added_listed_and_removed(made: Path, tmp_path: Path) -> None
     assert "already" in run("token", "add", str(file), "team", code=2)
     run("token", "remove", str(file), "team")
     with pytest.raises(Unauthenticated):
-        TokenFile(file).rights_of(secret)
+        TokenFile(file).holder_of(secret)
     assert "no row" in run("token", "remove", str(file), "team", code=2)
 
 
@@ -132,7 +134,7 @@ def test_a_token_may_go_to_a_file_and_a_certificate_needs_none(made: Path, tmp_p
     file, out = copy_of(made / "tokens.yaml", tmp_path), tmp_path / "own.token"
     said = run("token", "add", str(file), "own", "--role", "read", "--out", str(out))
     secret = read_token(out)
-    assert secret not in said and TokenFile(file).rights_of(secret).role is Role.READ
+    assert secret not in said and TokenFile(file).holder_of(secret).rights.role is Role.READ
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     run("token", "add", str(file), "prom", "--role", "read", "--certificate", "prom.example.org")
     assert TokenFile(file).holder_of_certificate(("prom.example.org",)) is not None
@@ -144,6 +146,18 @@ def test_a_row_that_servers_would_refuse_changes_nothing(made: Path, tmp_path: P
     before = file.read_bytes()
     run("token", "add", str(file), *bad, code=2)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_rows_that_servers_would_not_read_to_the_end_change_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="more than"):
+        token_rows.write(tmp_path / "tokens", [{"name": "x" * FILE_BYTES_MAX}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_that_servers_would_not_take_are_not_rotated(made: Path, tmp_path: Path) -> None:
+    file = copy_of(made / "ticket-keys", tmp_path)
+    file.chmod(0o644)
+    assert "chmod o-rwx" in run("keys", "rotate", str(file), "--step", "add", code=2)
 
 
 def test_keys_rotate_in_three_steps_and_in_no_other_order(made: Path, tmp_path: Path) -> None:

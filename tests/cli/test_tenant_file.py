@@ -62,6 +62,8 @@ def test_a_file_as_people_write_it() -> None:
         ("tenants: {17: {}}", "quotes"),
         ("tenants: {a: {}, a: {}}", "twice"),
         ("tenants: {a: {dram: 1, dram: 2}}", "twice"),
+        ("tenants: {~: {}, ~: {}}", "twice"),
+        ("tenants: {[a]: {}}", "not YAML"),
         ("tenants: {a: !!python/object/apply:os.getcwd []}", "not YAML"),
         ("{", "not YAML"),
         ("default: 5", "'default'"),

@@ -31,6 +31,7 @@ import yaml
 from kvstrata.proto.errors import ConfigError, InvalidArgument, Unauthenticated
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.security.watched_file import WatchedFile, read_private
+from kvstrata.transfer.strict_yaml import SameKeyError, StrictLoader
 
 TOKEN_PREFIX: Final = "kvs_"
 ROWS_MAX: Final = 10_000
@@ -50,7 +51,9 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
+    """Of one token file: whose each token is, by its hash, and each certificate, by its common name."""
+
     by_digest: Mapping[str, Holder]
     by_certificate: Mapping[str, Holder]
 
@@ -65,29 +68,14 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-class _SameKeyError(yaml.constructor.ConstructorError):
-    """A mapping has a key twice."""
-
-
-class _Strict(yaml.SafeLoader):
-    """Of two keys that are the same, YAML's last one counts: in a row about rights that is refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for given, _ in node.value:
-            key = self.construct_object(given, deep=True)
-            if key in seen:
-                raise _SameKeyError(None, None, "a key is there twice", given.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 class TokenFile:
     """The rows of a file, read again when it changes. Raises :class:`ConfigError` that names the row, never a hash."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
-        self._file = WatchedFile((path,), lambda: _parse(path), clock=clock)
+        self._file = WatchedFile(
+            (path,), lambda: parse_rows(read_private(path, "tokens", secret=False), path), clock=clock
+        )
 
     def holder_of(self, token: str) -> Holder:
         """Who has this token. Raises :class:`Unauthenticated` for one that is not good here."""
@@ -97,10 +85,6 @@ class TokenFile:
             if holder is not None:
                 return holder
         raise Unauthenticated("this token is not good here: is it one of this pool, and still in its token file?")
-
-    def rights_of(self, token: str) -> Rights:
-        """As :meth:`holder_of`."""
-        return self.holder_of(token).rights
 
     def holder_of_certificate(self, names: tuple[str, ...]) -> Holder | None:
         """Who comes with a verified certificate of these names; None when no row knows it."""
@@ -141,14 +125,14 @@ class OwnToken:
         return self._file.problem()
 
 
-def _parse(path: Path) -> _Rows:
-    content = read_private(path, "tokens", secret=False)
+def parse_rows(content: bytes, path: Path) -> Rows:
+    """The rows of a file's content. Raises as :class:`TokenFile`; ``path`` names the file in the error."""
     try:
-        rows = yaml.load(content.decode(), _Strict)
+        rows = yaml.load(content.decode(), StrictLoader)
     except Exception as error:  # noqa: BLE001 (PyYAML lets those of what it calls through; the text shows content)
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
-        wrong = "have a key twice in a row" if isinstance(error, _SameKeyError) else "are not YAML"
+        wrong = "have a key twice in a row" if isinstance(error, SameKeyError) else "are not YAML"
         raise ConfigError(f"the tokens {path} {wrong}{line}: `kvstrata auth token add` writes them") from None
     if not isinstance(rows, list) or not rows or len(rows) > ROWS_MAX:
         raise ConfigError(f"the tokens {path} are not a list of 1 to {ROWS_MAX} rows: `kvstrata auth init` makes one")
@@ -165,7 +149,7 @@ def _parse(path: Path) -> _Rows:
         if key in kept:
             raise ConfigError(f"{where} ({holder.rights.subject}): another row has the same token or certificate")
         kept[key] = holder
-    return _Rows(by_digest, by_certificate)
+    return Rows(by_digest, by_certificate)
 
 
 def _holder(row: Any, where: str) -> Holder:

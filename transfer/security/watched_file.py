@@ -35,9 +35,14 @@ def read_private(path: Path, what: str, *, secret: bool) -> bytes:
         raise ConfigError(
             f"the {what} {path} can be {'read or ' if secret else ''}changed by others: chmod o-rwx {path}"
         )
+    check_size(content, path, what)
+    return content
+
+
+def check_size(content: bytes, path: Path, what: str) -> None:
+    """Raises :class:`ConfigError` for more than :func:`read_private` reads."""
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"the {what} {path} has more than {FILE_BYTES_MAX} bytes: is it the right file?")
-    return content
 
 
 class WatchedFile(Generic[T]):

@@ -40,16 +40,16 @@ def test_who_shows_a_token_has_the_rights_of_its_row(tmp_path: Path) -> None:
         row(reader, "prometheus"),
     )
     tokens = TokenFile(path)
-    rights = tokens.rights_of(engine)
+    rights = tokens.holder_of(engine).rights
     assert (rights.subject, rights.role, rights.expires) == ("engine", Role.CLIENT, None)
     rights.touch("acme-1", "llama-8b")
     with pytest.raises(ForbiddenSalt):
         rights.touch("other", "llama-8b")
     assert tokens.holder_of(engine).may_reset and not tokens.holder_of(reader).may_reset
-    assert tokens.rights_of(reader).salts == ("*",)
+    assert tokens.holder_of(reader).rights.salts == ("*",)
     for wrong in (new_token(), "", "kvs_", engine[:-1], engine + "a", engine.upper(), "Bearer", "\0", "é" * 47):
         with pytest.raises(Unauthenticated, match="not good here"):
-            tokens.rights_of(wrong)
+            tokens.holder_of(wrong)
 
 
 def test_tokens_are_long_random_and_of_one_shape() -> None:
@@ -144,22 +144,22 @@ def test_a_changed_file_is_used_within_a_moment_and_a_bad_one_is_not(tmp_path: P
     path = written(tmp_path / "tokens", row(old))
     tokens = TokenFile(path, clock=clock)
     written(path, row(new, "another"))
-    assert tokens.rights_of(old).subject == "somebody", "not looked at again so soon"
+    assert tokens.holder_of(old).rights.subject == "somebody", "not looked at again so soon"
     clock.now += LOOK_S
-    assert tokens.rights_of(new).subject == "another"
+    assert tokens.holder_of(new).rights.subject == "another"
     with pytest.raises(Unauthenticated):
-        tokens.rights_of(old)
+        tokens.holder_of(old)
     assert tokens.problem() == ""
     path.write_text("- nonsense")
     clock.now += LOOK_S
-    assert tokens.rights_of(new).subject == "another"
+    assert tokens.holder_of(new).rights.subject == "another"
     assert "row 1" in tokens.problem() and "last good one is in use" in tokens.problem()
     path.unlink()
     clock.now += LOOK_S
-    assert tokens.rights_of(new).subject == "another" and "cannot read" in tokens.problem()
+    assert tokens.holder_of(new).rights.subject == "another" and "cannot read" in tokens.problem()
     written(path, row(new, "third"))
     clock.now += LOOK_S
-    assert tokens.rights_of(new).subject == "third" and tokens.problem() == ""
+    assert tokens.holder_of(new).rights.subject == "third" and tokens.problem() == ""
 
 
 def test_a_file_that_nobody_can_make_anything_of_ends_no_call_that_stands(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_file_that_is_a_link_to_another_is_read_again_when_the_link_changes(tm
     (tmp_path / "new").symlink_to("2")
     (tmp_path / "new").replace(link)
     clock.now += LOOK_S
-    assert tokens.rights_of(second)
+    assert tokens.holder_of(second)
 
 
 def test_ones_own_token_is_read_again(tmp_path: Path) -> None:
