@@ -39,10 +39,6 @@ def _policy(rights: Rights, request: Any) -> None:
     touch_salts(rights, None if request.is_default else request.policy.salt)
 
 
-def _tenant(rights: Rights, request: Any) -> None:
-    rights.touch_salt(request.salt)
-
-
 def _replicas(rights: Rights, request: Any) -> None:
     if request.HasField("salt"):
         rights.touch_salt(request.salt)
