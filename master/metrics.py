@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.content.misses import COUNTED, MissReason
+from kvstrata.master.directory.probing import FEW
 from kvstrata.proto.status import PlaceState, Tier
 from kvstrata.transfer.timings import exemplar_of
 from kvstrata.transfer.tracing import TRACING
@@ -46,8 +47,9 @@ class Metrics:
         self._lookups.inc()
         self._asked.inc(asked)
         self._seconds.observe(seconds, exemplar_of(TRACING.trace_id() if TRACING.on else "", request))
-        tiers = np.bincount((found.codes[found.present] - np.uint16(1)) & np.uint16(3), minlength=len(self._hits))
-        for counter, count in zip(self._hits, tiers.tolist(), strict=False):
+        here = found.codes if not len(answer.reasons) else found.codes[found.present]
+        tiers = _counts((here - np.uint16(1)) & np.uint16(3), len(self._hits))
+        for counter, count in zip(self._hits, tiers, strict=False):
             if count:
                 counter.inc(count)
         if len(answer.reasons):
@@ -62,11 +64,20 @@ class Metrics:
         numbers.update({f"miss {reason.label}": _value(self._misses[reason]) for reason in COUNTED})
         return numbers
 
-    def placed(self, states: npt.NDArray[np.int64]) -> None:
-        """Count one placement: blocks by :class:`PlaceState`."""
-        for counter, count in zip(self._places, states.tolist(), strict=True):
+    def placed(self, states: npt.NDArray[np.uint8]) -> None:
+        """Count one placement: ``states`` are the blocks' :class:`PlaceState`."""
+        for counter, count in zip(self._places, _counts(states, len(self._places)), strict=True):
             if count:
                 counter.inc(count)
+
+
+def _counts(numbers: npt.NDArray[np.unsignedinteger], size: int) -> list[int]:
+    """How often each number below ``size`` occurs."""
+    if len(numbers) <= FEW:
+        few = numbers.tolist()
+        return [few.count(number) for number in range(size)]
+    counts: list[int] = np.bincount(numbers, minlength=size).tolist()
+    return counts
 
 
 def _value(counter: Counter) -> int:

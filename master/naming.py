@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from kvstrata.master.directory.table import fold
 from kvstrata.master.namespaces import Group, Namespaces
 from kvstrata.proto.keys import Namespace
 
+#: Scopes that are remembered, rather than worked out again.
+SCOPES_MAX: Final = 1 << 12
+
 
 class Naming:
     """Part of the master's state: from a namespace, a salt and hashes to names; gives commands to ``emit``."""
@@ -24,6 +28,7 @@ class Naming:
         self._namespaces = namespaces
         self._clearing = clearing
         self._emit = emit
+        self._scopes: dict[tuple[int, TableKey], Keys] = {}
 
     def register(self, namespace: Namespace, by: str = "") -> Group:
         """The group of a namespace; a new one is made durable. Raises as :meth:`Namespaces.register`."""
@@ -45,6 +50,12 @@ class Naming:
 
     def scope(self, table: TableKey) -> Keys:
         """What tells apart equal hashes of different tenants and shards, and of before a drop: u64[1, 2]."""
-        text = f"{self._clearing.drops}/{table.group}/{table.shard}/{table.salt}"
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return np.frombuffer(digest, dtype="<u8").reshape(1, 2)
+        name = self._clearing.drops, table
+        scope = self._scopes.get(name)
+        if scope is None:
+            if len(self._scopes) >= SCOPES_MAX:
+                self._scopes.clear()
+            text = f"{self._clearing.drops}/{table.group}/{table.shard}/{table.salt}"
+            digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            scope = self._scopes[name] = np.frombuffer(digest, dtype="<u8").reshape(1, 2)
+        return scope

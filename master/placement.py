@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.directory.holders import Codes, code_of
-from kvstrata.master.directory.probing import Keys, Values
+from kvstrata.master.directory.probing import FEW, Keys, Values
 from kvstrata.master.directory.table import Table
 from kvstrata.proto.status import PlaceState
 
@@ -42,6 +43,9 @@ _TICK_MASK: Final = (1 << _TICK_BITS) - 1
 _WRITER_BITS: Final = 9
 _WRITER_MASK: Final = (1 << _WRITER_BITS) - 1
 _SLOT_SHIFT: Final = _TICK_BITS + _WRITER_BITS
+_PRESENT, _NEW, _IN_FLIGHT, _NOWHERE = (
+    int(state) for state in (PlaceState.PRESENT, PlaceState.NEW, PlaceState.IN_FLIGHT, PlaceState.NOWHERE)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,14 @@ class Placed:
 
     codes: Codes
     states: npt.NDArray[np.uint8]
+
+    def new_blocks(self) -> Mapping[int, int]:
+        """Blocks that the writer is to store, by location code."""
+        if len(self.codes) <= FEW:
+            pairs = zip(self.codes.tolist(), self.states.tolist(), strict=True)
+            return Counter(code for code, state in pairs if state == _NEW)
+        codes, blocks = np.unique(self.codes[self.states == PlaceState.NEW], return_counts=True)
+        return dict(zip(codes.tolist(), blocks.tolist(), strict=True))
 
 
 def writer_tag(session: bytes) -> int:
@@ -108,6 +120,8 @@ class Placement:
         ``writer`` (:func:`writer_tag`; 0: unknown) is sent to the same node again with a block that it was sent off
         with before: its first answer may have been lost, or came too late.
         """
+        if len(keys) <= FEW:
+            return self._place_few(keys, scope, present, candidates, boot_id, now, writer)
         codes = np.where(present != 0, (present - np.uint16(1)) // 4 * 4 + 1, 0).astype(np.uint16)
         states = np.where(present != 0, np.uint8(PlaceState.PRESENT), np.uint8(PlaceState.NEW))
         absent = np.flatnonzero(present == 0)
@@ -129,7 +143,46 @@ class Placement:
             self._remember(scoped[fresh], codes[new], now, writer)
         return Placed(codes, states)
 
+    def _place_few(
+        self,
+        keys: Keys,
+        scope: Keys,
+        present: Codes,
+        candidates: Sequence[Candidate],
+        boot_id: str,
+        now: float,
+        writer: int,
+    ) -> Placed:
+        """As :meth:`place`, in plain integers, for blocks that are one run at most."""
+        codes = [(code - 1) // 4 * 4 + 1 if code else 0 for code in present.tolist()]
+        states = [_PRESENT if code else _NOWHERE for code in codes]
+        absent = [at for at, code in enumerate(codes) if not code]
+        if absent and candidates:
+            self._rotate(now)
+            scoped = (keys ^ scope).tolist()
+            slots = {candidate.slot for candidate in candidates}
+            fresh = []
+            for at in absent:
+                low, high = scoped[at]
+                codes[at], whose = self._intent(low, high, slots, now)
+                if not codes[at]:
+                    fresh.append(at)
+                states[at] = _IN_FLIGHT if codes[at] and (whose != writer or not writer) else _NEW
+            if fresh:
+                slot = self._choose_one(candidates, boot_id).slot
+                intent = slot + 1 << _SLOT_SHIFT | writer << _TICK_BITS | _tick(now)
+                for at in fresh:
+                    codes[at], (low, high) = 1 + code_of(slot, 0), scoped[at]
+                    self._intents.put_one(low, high, intent)
+        return Placed(np.array(codes, dtype=np.uint16), np.array(states, dtype=np.uint8))
+
     # ------------------------------------------------------------------ choice
+
+    def _choose_one(self, candidates: Sequence[Candidate], boot_id: str) -> Candidate:
+        """A node for one run."""
+        if len(candidates) == 1:
+            return candidates[0]
+        return self._stripe(candidates, _with_headroom(candidates, boot_id), 1)[0]
 
     def _choose(self, positions: npt.NDArray[np.int64], candidates: Sequence[Candidate], boot_id: str) -> Codes:
         """A node for each run of ``RUN_BLOCKS`` positions of the call."""
@@ -176,6 +229,15 @@ class Placement:
         usable = (values != 0) & (age < INTENT_S * _TICKS_A_SECOND)
         usable &= np.isin(slot, np.fromiter(slots, dtype=np.int64))
         return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
+
+    def _intent(self, low: int, high: int, slots: set[int], now: float) -> tuple[int, int]:
+        """As :meth:`_intended`, for one block."""
+        if now - self._rotated_at >= 2 * INTENT_S:
+            return 0, 0
+        value = self._intents.value(low, high) or (self._older.value(low, high) if self._older.live else 0)
+        slot, age = (value >> _SLOT_SHIFT) - 1, _tick(now) - value & _TICK_MASK
+        usable = value and age < INTENT_S * _TICKS_A_SECOND and slot in slots
+        return 1 + code_of(slot, 0) if usable else 0, value >> _TICK_BITS & _WRITER_MASK
 
     def in_flight(self, keys: Keys, scope: Keys, slots: set[int], now: float) -> npt.NDArray[np.bool_]:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvstrata.master import messages as m
 from kvstrata.master.content.chronicle import Chronicle
 from kvstrata.master.content.lookups import (
+    NO_REASONS,
     REQUEST_CHARACTERS_MAX,
     Asked,
     LookedUp,
@@ -31,7 +32,7 @@ from kvstrata.master.placement import Placed, Placement
 from kvstrata.master.replication.replication import Replication
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
-from kvstrata.proto.status import BlockStatus, PlaceState
+from kvstrata.proto.status import BlockStatus
 
 #: A miss report hides a replica for at most this many deltas to come, whatever it claims.
 DELTA_LAG_MAX: Final = 4096
@@ -86,7 +87,7 @@ class Questions:
         shunned = self._membership.slots_of(avoid)
         found = self._directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id, shunned)
         if found.present.all():
-            return LookedUp(found, False, np.zeros(0, dtype=np.uint8))
+            return LookedUp(found, False, NO_REASONS)
         if found.hit_blocks < len(keys) and self._membership.recovering(now):
             missing = len(keys) - int(np.count_nonzero(found.present))
             return LookedUp(found, True, np.full(missing, MissReason.NOT_YET, dtype=np.uint8))
@@ -135,7 +136,7 @@ class Questions:
                 "open the namespace again"
             )
         shunned = self._membership.slots_of(avoid)
-        present = self._directory.lookup(group, namespace.shard, 1, salt, keys, boot_id, shunned).codes
+        present = self._directory.codes(TableKey(group, namespace.shard, salt), keys, boot_id, shunned)[1]
         active = self._membership.active()
         if self._standing.leading:
             self._membership.quotas.seen(salt, namespace.block_bytes, now)
@@ -147,8 +148,7 @@ class Questions:
             candidates = [candidate for candidate in candidates if candidate.slot not in shunned]
         scope = self._naming.scope(TableKey(group, namespace.shard, salt))
         placed = self._placement.place(keys, scope, present, candidates, boot_id, now, writer)
-        codes, blocks = np.unique(placed.codes[placed.states == PlaceState.NEW], return_counts=True)
-        for code, count in zip(codes.tolist(), blocks.tolist(), strict=True):
+        for code, count in placed.new_blocks().items():
             node, nbytes = active[(code - 1) >> 2], count * namespace.block_bytes
             node.placed_bytes += nbytes
             self._membership.quotas.placed(salt, node.node_id, nbytes)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.directory.holders import Codes
+from kvstrata.master.directory.probing import FEW
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.placement import Placed
 from kvstrata.proto import channel_pb2 as pb
@@ -19,15 +22,20 @@ Runs = npt.NDArray[np.int64]
 def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]) -> pb.LookupOk:
     """Encode a lookup. ``nodes`` maps the codes' slots to facts."""
     found = answer.found
-    starts, lengths = runs_of(found.codes)
-    codes, refs = renumbered(found.codes[starts], nodes)
+    if len(found.codes) <= FEW:
+        runs = [(code, 0, len(list(run))) for code, run in groupby(found.codes.tolist())]
+        run_code, run_length, _, refs = _packed(runs, nodes)
+    else:
+        starts, lengths = runs_of(found.codes)
+        codes, refs = renumbered(found.codes[starts], nodes)
+        run_code, run_length = codes.tobytes(), lengths.astype("<u4").tobytes()
     return pb.LookupOk(
         not_yet=answer.not_yet,
         hit_blocks=found.hit_blocks,
         shard_hit_blocks=found.shard_hit_blocks,
         present=np.packbits(found.present, bitorder="little").tobytes() if shard_count > 1 else b"",
-        run_code=codes.tobytes(),
-        run_length=lengths.astype("<u4").tobytes(),
+        run_code=run_code,
+        run_length=run_length,
         nodes=refs,
         replicas=found.replicas,
     )
@@ -35,6 +43,11 @@ def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]
 
 def place_ok(placed: Placed, nodes: Mapping[int, NodeFacts]) -> pb.PlaceOk:
     """Encode a placement: a run has one code and one state."""
+    if len(placed.codes) <= FEW:
+        blocks = zip(placed.codes.tolist(), placed.states.tolist(), strict=True)
+        runs = [(code, state, len(list(run))) for (code, state), run in groupby(blocks)]
+        run_code, run_length, run_state, refs = _packed(runs, nodes)
+        return pb.PlaceOk(run_code=run_code, run_state=run_state, run_length=run_length, nodes=refs)
     starts, lengths = runs_of(placed.codes.astype(np.uint32) << np.uint32(8) | placed.states)
     codes, refs = renumbered(placed.codes[starts], nodes)
     return pb.PlaceOk(
@@ -43,6 +56,17 @@ def place_ok(placed: Placed, nodes: Mapping[int, NodeFacts]) -> pb.PlaceOk:
         run_length=lengths.astype("<u4").tobytes(),
         nodes=refs,
     )
+
+
+def _packed(
+    runs: Sequence[tuple[int, int, int]], nodes: Mapping[int, NodeFacts]
+) -> tuple[bytes, bytes, bytes, list[pb.NodeRef]]:
+    """(code, state, length) of few runs as they travel: codes, lengths and states, and the nodes that they name."""
+    slots = sorted({(code - 1) >> 2 for code, _, _ in runs if code})
+    codes = [1 + 4 * slots.index((code - 1) >> 2) + (code - 1 & 3) if code else 0 for code, _, _ in runs]
+    lengths = struct.pack(f"<{len(runs)}I", *(length for _, _, length in runs))
+    states = bytes(state for _, state, _ in runs)
+    return struct.pack(f"<{len(runs)}H", *codes), lengths, states, [node_ref(nodes[slot]) for slot in slots]
 
 
 def runs_of(values: npt.NDArray[np.unsignedinteger]) -> tuple[Runs, Runs]:

@@ -19,6 +19,7 @@ KEYS_MAX: Final = 1 << 20
 REQUEST_CHARACTERS_MAX: Final = 200
 
 Reasons = npt.NDArray[np.uint8]  #: of :class:`MissReason`
+NO_REASONS: Final[Reasons] = np.zeros(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

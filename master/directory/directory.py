@@ -381,14 +381,18 @@ class Directory:
 
         Slots in ``avoid`` are named only for blocks that no other slot has.
         """
-        ids = self.known_ids(TableKey(group, shard, salt), keys)
-        codes = self._routes.codes(ids, boot_id, int(keys[0, 0]) if len(keys) else 0, avoid)
+        ids, codes = self.codes(TableKey(group, shard, salt), keys, boot_id, avoid)
         present = codes != 0
         shard_hit_blocks = prefix_length(present)
         if shard_count > 1:
             present = self._with_sisters(present, group, shard, shard_count, salt, keys, boot_id)
         replicas = self._routes.replicas(ids, boot_id)
         return Found(codes, present, prefix_length(present), shard_hit_blocks, ids, replicas)
+
+    def codes(self, table: TableKey, keys: Keys, boot_id: str = "", avoid: Collection[int] = ()) -> tuple[Ids, Codes]:
+        """The holder set and the location code of each block, as :class:`Found` has them."""
+        ids = self.known_ids(table, keys)
+        return ids, self._routes.codes(ids, boot_id, int(keys[0, 0]) if len(keys) else 0, avoid)
 
     def _with_sisters(
         self,

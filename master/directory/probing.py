@@ -21,7 +21,7 @@ PROBES_MAX: Final = 256
 #: Values are 1 .. ``VALUE_MAX``; 0 means absent.
 VALUE_MAX: Final = 0xFFFFFFFE
 #: Up to so many keys are looked for one by one, in plain integers: arrays of so few cost more than they save.
-FEW: Final = 16
+FEW: Final = 32
 #: Slots looked at together by passes over everything: temporaries stay in cache.
 STRIDE: Final = 1 << 16
 
