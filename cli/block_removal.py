@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from kvstrata.cli.hashes import FOLDED_BYTES
 from kvstrata.client.admin import AdminClient
-from kvstrata.master.directory.table import fold
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.channel_pb2 import NamespaceSpec
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.folding import fold
+from kvstrata.proto.keys import FOLDED_BYTES
 
 LIST_MAX: Final = 10_000
 #: Blocks may be stored while others are removed: after so many turns the rest is left.

@@ -7,8 +7,6 @@ import re
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.keys import HASH_BYTES_MAX, HASH_BYTES_MIN
 
-#: What the directory keeps of a hash; longer ones are folded to it.
-FOLDED_BYTES = 16
 _WHOLE = re.compile(rf"(?:[0-9a-fA-F]{{2}}){{{HASH_BYTES_MIN},{HASH_BYTES_MAX}}}")
 
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from kvstrata.proto import control_pb2 as control
-from kvstrata.proto.errors import InvalidArgument
-from kvstrata.proto.keys import Namespace, check_salt
+from kvstrata.proto.folding import fold
+from kvstrata.proto.keys import FOLDED_BYTES, Namespace, check_salt, pack_hashes, split_hashes
 
-FOLDED_BYTES: Final = 16
 _Kind = control.IndexChange
 #: Where one block is: 4 * slot + tier each, ascending.
 Codes = tuple[int, ...]
@@ -65,7 +62,7 @@ class _Content:
         name, code = _name(change.table), 4 * change.slot + change.tier
         table = self.tables.setdefault(name, {})
         self.epochs[name.group] = max(name.epoch, self.epochs.get(name.group, 0))
-        for key in _keys(change.hashes):
+        for key in split_hashes(change.hashes, FOLDED_BYTES):
             codes = table.get(key, ())
             if code not in codes:
                 table[key] = tuple(sorted((*codes, code)))
@@ -73,7 +70,7 @@ class _Content:
     def _removed(self, change: control.IndexChange, left: Callable[[Codes], Codes]) -> None:
         name = _name(change.table)
         table = self.tables.get(name, {})
-        for key in _keys(change.hashes):
+        for key in split_hashes(change.hashes, FOLDED_BYTES):
             if key in table:
                 table[key] = left(table[key])
                 if not table[key]:
@@ -124,10 +121,6 @@ class IndexMirror:
     # ------------------------------------------------------------------ questions
 
     @property
-    def blocks(self) -> int:
-        return sum(len(table) for table in self._content.tables.values())
-
-    @property
     def nodes(self) -> list[control.IndexNode]:
         """Nodes that may be read from."""
         return list(self._content.nodes.values())
@@ -135,7 +128,7 @@ class IndexMirror:
     def prefix(self, namespace: Namespace, salt: str, hashes: bytes) -> MirrorPrefix:
         """How much of a chain is where. ``hashes``: packed. O(blocks, times shards)."""
         check_salt(salt)
-        keys = list(_keys(folded(hashes, namespace.hash_bytes)))
+        keys = list(_folded(hashes, namespace))
         content = self._content
         epoch = content.epochs.get(namespace.group, 0)
         tables = [
@@ -165,13 +158,6 @@ class IndexMirror:
                 found[self._content.nodes[slot].node_id] = len(keys)
         return found
 
-    def holders(self, namespace: Namespace, salt: str, block_hash: bytes) -> list[tuple[str, int]]:
-        """(node id, tier) of each replica of one block that may be read."""
-        content = self._content
-        name = TableName(namespace.group, content.epochs.get(namespace.group, 0), namespace.shard, salt)
-        codes = content.tables.get(name, {}).get(folded(block_hash, namespace.hash_bytes), ())
-        return [(content.nodes[code >> 2].node_id, code & 3) for code in codes if code >> 2 in content.nodes]
-
     def tables(self) -> Iterator[tuple[TableName, dict[bytes, Codes]]]:
         """All that is known, nodes that may not be read from included."""
         return iter(self._content.tables.items())
@@ -186,21 +172,9 @@ class IndexMirror:
             assert all(slot == node.slot for slot, node in content.nodes.items())
 
 
-def folded(packed: bytes, hash_bytes: int) -> bytes:
-    """Hashes as the directory knows them: 16 bytes each, the words past the second XORed in."""
-    if len(packed) % hash_bytes:
-        raise InvalidArgument(f"packed hashes are {len(packed)} bytes: not a multiple of hash_bytes = {hash_bytes}")
-    if hash_bytes == FOLDED_BYTES:
-        return packed
-    octets = np.frombuffer(packed, dtype=np.uint8).reshape(-1, hash_bytes)
-    padded = np.zeros((octets.shape[0], 2 * FOLDED_BYTES), dtype=np.uint8)
-    padded[:, :hash_bytes] = octets
-    return (padded[:, :FOLDED_BYTES] ^ padded[:, FOLDED_BYTES:]).tobytes()
-
-
-def _keys(packed: bytes) -> Iterator[bytes]:
-    for start in range(0, len(packed), FOLDED_BYTES):
-        yield packed[start : start + FOLDED_BYTES]
+def _folded(hashes: bytes, namespace: Namespace) -> Iterator[bytes]:
+    packed = pack_hashes(hashes, namespace.hash_bytes)
+    return split_hashes(fold(packed, namespace.hash_bytes).tobytes(), FOLDED_BYTES)
 
 
 def _name(table: control.IndexTable) -> TableName:

@@ -18,7 +18,6 @@ from kvstrata.master.content.orphans import Orphans
 from kvstrata.master.content.removals import Removal, Removals
 from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory, TableKey
-from kvstrata.master.directory.table import fold
 from kvstrata.master.index.log import IndexLog
 from kvstrata.master.index.pool_log import NodeCleared, PoolLog, ScopeCleared
 from kvstrata.master.intake import Intake
@@ -32,6 +31,7 @@ from kvstrata.master.questions import Questions
 from kvstrata.master.replication.replication import Replication
 from kvstrata.master.saved import Saved
 from kvstrata.master.tenants.quotas import Quotas
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 
 #: Commands are numbered from the leader's epoch times two to this power.

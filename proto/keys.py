@@ -15,6 +15,8 @@ from kvstrata.proto.errors import InvalidArgument
 
 HASH_BYTES_MIN = 16
 HASH_BYTES_MAX = 32
+#: What the directory keeps of a hash: see :func:`kvstrata.proto.folding.fold`.
+FOLDED_BYTES = 16
 SALT_CHARACTERS_MAX = 128
 GROUP_CHARACTERS_MAX = 1024
 SHARD_COUNT_MAX = 1024

@@ -19,10 +19,10 @@ from kvstrata.master.content.misses import MissReason
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.holders import HIDDEN
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.namespaces import Group
 from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.folding import fold
 from kvstrata.proto.status import Tier
 
 #: Tables looked into for one answer, and places and lines named in it.

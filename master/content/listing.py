@@ -12,10 +12,11 @@ from kvstrata.master.content.explain import places
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.holders import Ids
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import BEGIN, Cursor, fold
+from kvstrata.master.directory.table import BEGIN, Cursor
 from kvstrata.master.namespaces import Group
 from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import HASH_BYTES_MAX
 
 ROWS_MAX: Final = 10_000

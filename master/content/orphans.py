@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstrata.master.directory.directory import Directory, TableKey
-from kvstrata.master.directory.table import fold
 from kvstrata.master.messages import Change, SendHint
 from kvstrata.master.namespaces import Group, Namespaces
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import Departure
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.directory.probing import EMPTY, FEW, STRIDE, Keys, Remap, SlotArray, Slots, Values
+from kvstrata.proto.folding import fold as fold
 
 CAPACITY_MIN: Final = 64
 #: Used slots (live entries and tombstones) never pass this share of the capacity ...
@@ -42,21 +43,6 @@ Cursor = tuple[int, int]
 BEGIN: Final[Cursor] = (-1, 0)
 #: Doublings tried for a key that finds no place; each has its own secret, so that one nearly always does.
 SPREADS_MAX: Final = 6
-
-
-def fold(packed: bytes | memoryview, hash_bytes: int) -> Keys:
-    """View packed hashes (16 to 32 bytes each) as u64[n, 2]; words past the second are XORed in.
-
-    Two longer hashes with one fold make the directory name a node that then answers with a miss: the
-    node compares whole hashes, so a fold can cost a round trip and never a wrong byte.
-    """
-    if hash_bytes == 16:
-        return np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
-    octets = np.frombuffer(packed, dtype=np.uint8).reshape(-1, hash_bytes)
-    padded = np.zeros((octets.shape[0], 32), dtype=np.uint8)
-    padded[:, :hash_bytes] = octets
-    words = padded.view("<u8")
-    return np.ascontiguousarray(words[:, :2] ^ words[:, 2:])
 
 
 class Table:

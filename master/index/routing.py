@@ -14,13 +14,13 @@ from kvstrata.master.client_calls import whole_hashes
 from kvstrata.master.directory.directory import prefix_length
 from kvstrata.master.directory.holders import HIDDEN, Holders, Ids
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.hub import Hub
 from kvstrata.master.index.engine_events import EngineEvents, EngineState
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace, check_salt, split_hashes
 from kvstrata.proto.status import Tier
 from kvstrata.transfer.kv_events.events import tail

@@ -16,13 +16,13 @@ import numpy as np
 from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.namespaces import Group, Namespaces
 from kvstrata.master.nodes import Node
 from kvstrata.master.replication.copies import Copies, Copy, TakeNumber
 from kvstrata.master.replication.replicas import Replicas
 from kvstrata.master.replication.targets import Target, Targets
 from kvstrata.master.replication.waiting import Piece, Rows
+from kvstrata.proto.folding import fold
 from kvstrata.proto.status import CopyReason, Tier
 
 

@@ -16,12 +16,12 @@ from kvstrata.master.content import scopes as scopes_module
 from kvstrata.master.content.misses import MissReason
 from kvstrata.master.daemon import Master
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.saved import Saved
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
+from kvstrata.proto.folding import fold
 from kvstrata.proto.status import PlaceState
 from kvstrata.proto.wire import Kind
 from tests.master.world import NS, SALT, World, hashes

@@ -17,12 +17,12 @@ from kvstrata.master.content.explain import Explanation, explain_block, explain_
 from kvstrata.master.content.lookups import Asked, RequestLog
 from kvstrata.master.content.misses import COUNTED, MissReason
 from kvstrata.master.daemon import Master
-from kvstrata.master.directory.table import fold
 from kvstrata.master.saved import Saved
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, Departure, Tier
 from kvstrata.proto.wire import Kind

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from kvstrata.master import messages as m
-from kvstrata.master.directory.table import Keys, fold
+from kvstrata.master.directory.table import Keys
 from kvstrata.master.saved import Saved
 from kvstrata.master.state import MasterState
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import PlaceState
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.master import messages as m
-from kvstrata.master.directory.table import fold
 from kvstrata.master.saved import Saved
 from kvstrata.master.state import MasterState
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 
 NS = Namespace("g", block_bytes=64, block_tokens=4)

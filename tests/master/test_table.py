@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstrata.master.directory import probing
 from kvstrata.master.directory import table as table_module
 from kvstrata.master.directory.probing import FEW, Keys, Remap, Values
-from kvstrata.master.directory.table import BEGIN, CAPACITY_MIN, Cursor, Table, fold
+from kvstrata.master.directory.table import BEGIN, CAPACITY_MIN, Cursor, Table
+from kvstrata.proto.folding import fold
 
 SMALL_KEYS = st.lists(st.integers(0, 300), max_size=120)
 

@@ -9,11 +9,11 @@ from kvstrata.master import messages as m
 from kvstrata.master.content.clearing import Cleared
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.content.misses import MissReason
-from kvstrata.master.directory.table import fold
 from kvstrata.master.liveness import NodeState
 from kvstrata.master.placement import Placed
 from kvstrata.master.saved import Saved
 from kvstrata.master.state import MasterState, Removal
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstrata.master.client_calls import ClientCalls
-from kvstrata.master.directory.table import fold
 from kvstrata.master.leadership.election import TURN_S
 from kvstrata.master.liveness import NodeState as Liveness
 from kvstrata.master.state import MasterState
+from kvstrata.proto.folding import fold
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.records import VISIBLE, Block

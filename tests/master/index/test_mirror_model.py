@@ -19,13 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata.client.index_mirror import IndexMirror, TableName
 from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import TableKey
-from kvstrata.master.directory.table import BEGIN, fold
+from kvstrata.master.directory.table import BEGIN
 from kvstrata.master.index import log as log_module
 from kvstrata.master.index import scan as scan_module
 from kvstrata.master.index.converters import change_message, table_message
 from kvstrata.master.index.log import LINGER_S, Entry, Kind
 from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import TableKey
-from kvstrata.master.directory.table import fold
 from kvstrata.master.replication.drains import Drain
 from kvstrata.master.saved import Saved
 from kvstrata.master.state import MasterState
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, CopyReason, Departure, Tier
 

@@ -59,7 +59,7 @@ def test_a_draining_node_gets_nothing_new() -> None:
     opened, _ = pool.state.open_namespace(NS)
     import numpy as np
 
-    from kvstrata.master.directory.table import fold
+    from kvstrata.proto.folding import fold
 
     keys = fold(b"".join(one(number) for number in range(500, 600)), 16)
     placed = pool.state.questions.place(NS, opened.group.number, SALT, keys, "n0", pool.now)
