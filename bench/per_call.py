@@ -45,7 +45,6 @@ SLAB_BYTES: Final = 256 << 10
 #: Blocks that are there before anything is measured: what eviction samples of a small pool costs more a block.
 HELD: Final = 64 << 10
 COUNTS: Final = (1, 64, 1024)
-OPS: Final = ("reserve", "commit", "acquire", "release", "reserve again", "reserve, full", "abort")
 #: Calls of one kind that are timed together.
 CALLS: Final = {1: 400, 64: 40, 1024: 8}
 DEADLINE_MS: Final = 20_000

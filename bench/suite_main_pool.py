@@ -17,7 +17,7 @@ sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import BATCH, Case, Round, joined, measure
 from rooflines import memcpy_round
 from suite_rooflines import rooflines, turns_of
-from suite_scale import Found, Group, Scale, Turn, scattered
+from suite_scale import Found, Group, Scale, Turn
 from transfer_pool import HASH_BYTES, Missed, Pool, Way, pool
 from transfer_shapes import Shape, Worker, serve
 
@@ -79,8 +79,8 @@ def _name(kind: str, shape: Shape, note: str) -> str:
 def _shapes(scale: Scale) -> list[tuple[str, Shape, str]]:
     plain = [("blocks", Shape("blocks", batch, size), "") for size in scale.sizes for batch in (1, BATCH)]
     count = scale.paged_blocks
-    one = scattered(Shape("pages", count, PIECE_BYTES))
-    layers = scattered(Shape("layers", count // LAYERS, PIECE_BYTES * LAYERS, LAYERS))
+    one = Shape("pages", count, PIECE_BYTES, scattered=True)
+    layers = Shape("layers", count // LAYERS, PIECE_BYTES * LAYERS, LAYERS, scattered=True)
     return [*plain, ("paged", one, "scattered"), ("paged", layers, f"{LAYERS} pieces each, scattered")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
@@ -17,7 +18,9 @@ ANSWER_BYTES = 32
 
 def rooflines(pipe: Connection) -> None:
     """The main of a :class:`transfer_shapes.Worker`."""
-    serve(pipe, {"memcpy": _memcpy, "memcpy+xxh3": _hashed, "socket": _socket, "socket+xxh3": _verified, "echo": _echo})
+    rounds = {"memcpy": partial(_memcpy, False), "memcpy+xxh3": partial(_memcpy, True)}
+    rounds |= {"socket": partial(_socket, False), "socket+xxh3": partial(_socket, True)}
+    serve(pipe, {**rounds, "echo": _echo})
 
 
 def turns_of(worker: Worker, kind: str, shape: Shape, calls: int, note: str = "") -> dict[str, Turn]:
@@ -32,29 +35,14 @@ def turns_of(worker: Worker, kind: str, shape: Shape, calls: int, note: str = ""
     return {name: turn(name) for name in ("memcpy", "memcpy+xxh3", "socket", "socket+xxh3")}
 
 
-def _pieces(shape: Shape) -> tuple[int, int, list[int] | None]:
-    order = shape.order() if hasattr(shape, "order") else None
-    return shape.piece_bytes, shape.blocks * shape.pieces, order
+def _memcpy(hashed: bool, _: str, shape: Shape, calls: int) -> Round:
+    pieces = shape.blocks * shape.pieces
+    return memcpy_round(shape.piece_bytes, pieces, hashed=hashed, calls=calls, order=shape.order())
 
 
-def _memcpy(op: str, shape: Shape, calls: int) -> Round:
-    size, count, order = _pieces(shape)
-    return memcpy_round(size, count, hashed=False, calls=calls, order=order)
-
-
-def _hashed(op: str, shape: Shape, calls: int) -> Round:
-    size, count, order = _pieces(shape)
-    return memcpy_round(size, count, hashed=True, calls=calls, order=order)
-
-
-def _socket(op: str, shape: Shape, calls: int) -> Round:
-    size, count, order = _pieces(shape)
-    return socket_round(size, count, op, hashed=False, calls=calls, order=order)
-
-
-def _verified(op: str, shape: Shape, calls: int) -> Round:
-    size, count, order = _pieces(shape)
-    return socket_round(size, count, op, hashed=True, calls=calls, order=order)
+def _socket(hashed: bool, op: str, shape: Shape, calls: int) -> Round:
+    pieces = shape.blocks * shape.pieces
+    return socket_round(shape.piece_bytes, pieces, op, hashed=hashed, calls=calls, order=shape.order())
 
 
 def _echo(hashes: int, hash_bytes: int, calls: int) -> Round:

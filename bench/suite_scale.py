@@ -11,7 +11,6 @@ from typing import Final
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import LOOKUPS, SIZES, Case, Round
 from transfer_pool import Missed
-from transfer_shapes import Shape
 
 #: Turns of one system before the run gives up: on a machine with other work a node may be silent for a moment.
 TRIES: Final = 5
@@ -76,20 +75,3 @@ class Group:
                     if not left:
                         raise SystemExit(f"{system}, {self.name}: {error}, {TRIES} times") from error
                     repeated(f"{system}, {self.name}: {error}; once more")
-
-
-def scattered(shape: Shape) -> Shape:
-    """Its pieces in an order of no pattern, as the pages of a cache that has run for a while."""
-    return _Scattered(shape.name, shape.blocks, shape.block_bytes, shape.pieces)
-
-
-class _Scattered(Shape):
-    __slots__ = ()
-
-    def offsets(self):  # type: ignore[no-untyped-def]
-        flat = Shape.offsets(self).ravel()
-        return flat[self.order()].reshape(self.blocks, self.pieces)
-
-    def order(self) -> list[int]:
-        """Where piece i lies, in pieces."""
-        return random.Random(self.blocks).sample(range(self.blocks * self.pieces), self.blocks * self.pieces)

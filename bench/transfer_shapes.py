@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing as mp
 import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,12 +30,14 @@ ROUND_BYTES: Final = 96 << 20
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A call moves ``blocks`` blocks of ``pieces`` pieces each. Several pieces of a block lie as the layers of a paged
-    cache do: piece j of all blocks, then piece j + 1 of all."""
+    cache do: piece j of all blocks, then piece j + 1 of all. ``scattered``: in an order of no pattern, as the pages of
+    a cache that has run for a while."""
 
     name: str
     blocks: int
     block_bytes: int
     pieces: int = 1
+    scattered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +55,14 @@ class Shape:
     def offsets(self) -> Int64s:
         """i64[blocks, pieces]: where a block's pieces lie in the engine's memory."""
         block, piece = np.arange(self.blocks)[:, None], np.arange(self.pieces)[None, :]
-        return np.asarray((piece * self.blocks + block) * self.piece_bytes, np.int64)
+        offsets = np.asarray((piece * self.blocks + block) * self.piece_bytes, np.int64)
+        order = self.order()
+        return offsets if order is None else offsets.ravel()[order].reshape(self.blocks, self.pieces)
+
+    def order(self) -> list[int] | None:
+        """Of scattered pieces: where piece i lies, in pieces."""
+        count = self.blocks * self.pieces
+        return random.Random(self.blocks).sample(range(count), count) if self.scattered else None
 
 
 SHAPES: Final = (

@@ -14,13 +14,10 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from directory import filled
 from per_call import Handlers, chain, commit, counted
 

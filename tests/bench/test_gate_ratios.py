@@ -7,14 +7,10 @@ catch what has become several times slower. The best of a few rounds counts. tes
 from __future__ import annotations
 
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Final
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from cases import Case
 from suite_main_pool import main_pool
 from suite_results import Results

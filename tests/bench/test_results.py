@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import suite_markdown
 from cases import Case, CpuWatch, Round, joined, measure
 from suite_budgets import BUDGETS, Budget, judge, moved
@@ -19,7 +17,7 @@ from suite_markdown import BEGIN, END, sections, write
 from suite_peers import read_lines
 from suite_plots import plot
 from suite_results import Results
-from suite_scale import QUICK, Group, Scale, scattered
+from suite_scale import QUICK, Group, Scale
 from transfer_pool import Missed
 from transfer_shapes import Shape
 
@@ -207,7 +205,7 @@ def test_a_turn_that_missed_is_taken_again_and_counted() -> None:
 
 
 def test_scattered_pieces_are_all_there_and_apart() -> None:
-    shape = scattered(Shape("s", 16, 2 << 20, 64))
+    shape = Shape("s", 16, 2 << 20, 64, scattered=True)
     offsets = shape.offsets()
     assert sorted(offsets.ravel().tolist()) == list(range(0, shape.nbytes, shape.piece_bytes))
     neighbours = (offsets.ravel()[1:] - offsets.ravel()[:-1]) == shape.piece_bytes
