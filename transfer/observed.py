@@ -45,9 +45,9 @@ def _measured(handler: Handler, operation: Operation, timings: Timings) -> Handl
     name, clock, add = operation.name, time.perf_counter, timings.add
 
     def handle(connection: ServerConnection, frame: Frame) -> Reply | None:
-        began = clock()
         if TRACING.on:
             return _traced(handler, operation, timings, connection, frame)
+        began = clock()
         try:
             return handler(connection, frame)
         finally:
