@@ -33,8 +33,6 @@ ANY = "127.0.0.1:0"
 class _Security:
     """As when everything is on."""
 
-    tls = gate = cast("Any", None)
-
     def __init__(self) -> None:
         self.tls = self.gate = self
 
