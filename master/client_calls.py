@@ -13,13 +13,13 @@ import numpy.typing as npt
 from kvstrata.master import messages as m
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.hub import Hub
 from kvstrata.master.namespaces import Opened
 from kvstrata.master.placement import Placed
 from kvstrata.master.reuse.lookup_log import Call
 from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import InvalidArgument, Unavailable
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 
 REMOVE_DEADLINE_MAX_S: Final = 10.0

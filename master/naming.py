@@ -13,8 +13,8 @@ from kvstrata.master.content.chronicle import Scope
 from kvstrata.master.content.clearing import Clearing
 from kvstrata.master.directory.directory import TableKey
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.directory.table import fold
 from kvstrata.master.namespaces import Group, Namespaces
+from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 
 #: Scopes that are remembered, rather than worked out again.

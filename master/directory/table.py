@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.master.directory.probing import EMPTY, FEW, STRIDE, Keys, Remap, SlotArray, Slots, Values
-from kvstrata.proto.folding import fold as fold
 
 CAPACITY_MIN: Final = 64
 #: Used slots (live entries and tombstones) never pass this share of the capacity ...
