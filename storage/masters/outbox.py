@@ -24,6 +24,8 @@ log = get_logger(__name__)
 #: Changes are gathered for at least this before they are sent, and looked for at most this much later.
 BATCH_MIN_S: Final = 0.002
 BATCH_MAX_S: Final = 0.05
+#: Where changes follow changes they are sent this far apart: a message costs both ends more than a small store.
+PACE_S: Final = 0.01
 #: The same when the last turn had nothing to say: what becomes visible wakes it, and what leaves can wait as long.
 REST_S: Final = 0.25
 STATUS_S: Final = 1.0
@@ -55,6 +57,8 @@ class Outbox:
         self._status = status
         self._told = Told()
         self._changed = threading.Event()
+        self._hurried = threading.Event()  #: with it: there is more to say than changes of the inventory
+        self._said_at = -PACE_S  #: when changes were sent last
         self._resync = True
         self._detach = ""
         self._next_status = 0.0
@@ -65,6 +69,12 @@ class Outbox:
 
     def wake(self) -> None:
         """Something has changed."""
+        if not self._changed.is_set():
+            self._changed.set()
+
+    def _hurry(self) -> None:
+        """Something is to be said now."""
+        self._hurried.set()
         self._changed.set()
 
     def resume(self, seq: int) -> bool:
@@ -86,12 +96,12 @@ class Outbox:
     def report_soon(self) -> None:
         """Let the next report be the next that is said."""
         self._next_status = 0.0
-        self._changed.set()
+        self._hurry()
 
     def resync(self) -> None:
         """The master wants a snapshot."""
         self._resync = True
-        self._changed.set()
+        self._hurry()
 
     def confirm(self, done: control.CommandDone) -> None:
         self.tell(Message(done=done))
@@ -99,7 +109,7 @@ class Outbox:
     def tell(self, message: Message) -> None:
         """Say this after the deltas of all that has happened so far."""
         self._answers.append(message)
-        self._changed.set()
+        self._hurry()
 
     @property
     def waiting(self) -> int:
@@ -109,13 +119,13 @@ class Outbox:
     def detach(self, reason: str) -> None:
         """Say goodbye after what is still to be said, and end."""
         self._detach = reason
-        self._changed.set()
+        self._hurry()
 
     def end(self) -> None:
         """Say nothing more."""
         self.over = True
         self.attached.set()
-        self._changed.set()
+        self._hurry()
 
     # ------------------------------------------------------------------ the stream
 
@@ -126,8 +136,16 @@ class Outbox:
         while not self.over:
             yield from self.turn(time.monotonic())
             if not self.over and self._changed.wait(REST_S if self._told_all else BATCH_MAX_S):
-                time.sleep(BATCH_MIN_S)
+                self._gather()
                 self._changed.clear()
+                self._hurried.clear()
+
+    def _gather(self) -> None:
+        """Let changes come together: longer where they follow others, unless something else is to be said."""
+        time.sleep(BATCH_MIN_S)
+        rest = self._said_at + PACE_S - time.monotonic()
+        if rest > 0:
+            self._hurried.wait(rest)
 
     def opening(self) -> Message:
         """What comes first; the rest once the master has answered it."""
@@ -136,7 +154,7 @@ class Outbox:
     def turn(self, now: float) -> Iterator[Message]:
         """What is due at ``now``: take all of it, the session is over after a goodbye."""
         self.beat = now
-        yield from self._due()
+        yield from self._due(now)
         if self._detach:
             yield Message(detach=control.Detach(reason=self._detach))
             self.over = True
@@ -144,7 +162,7 @@ class Outbox:
             self._next_status = now + STATUS_S
             yield Message(status=self._status(self._told))
 
-    def _due(self) -> Iterator[Message]:
+    def _due(self, now: float) -> Iterator[Message]:
         # Confirmations go after the deltas of what they confirm: those that are here now, after all deltas so far.
         answers = [self._answers.popleft() for _ in range(len(self._answers))]
         if self._resync or self.drops != self._state.drops:
@@ -163,6 +181,8 @@ class Outbox:
             self._changed.set()
             batches = []
         self._told_all = not batches and not answers
+        if batches:
+            self._said_at = now
         for batch in batches:
             yield Message(delta=_delta(batch))
             self.sent_seq = batch.seq

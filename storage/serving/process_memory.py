@@ -6,13 +6,16 @@ import ctypes
 import errno
 import os
 import threading
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.proto.errors import InvalidArgument, Unavailable
-from kvstrata.transfer.copier import SPLIT_BYTES, halves, merge_runs
+from kvstrata.storage.serving.pieces import FEW_BYTES, Row
+from kvstrata.transfer.copier import halves, merge_runs
 
 Int64s = npt.NDArray[np.int64]
 
@@ -55,7 +58,7 @@ def read(pid: int, target: Int64s, source: Int64s, length: Int64s) -> None:
     """
     target, source, length = merge_runs(target, source, length)
     total = int(length.sum())
-    if total < SPLIT_BYTES or (os.cpu_count() or 1) < 2:
+    if total <= FEW_BYTES or (os.cpu_count() or 1) < 2:  # less is read before a thread has begun
         _read_each(pid, target, source, length)
         return
     first, second = halves(target, source, length, total // 2)
@@ -75,6 +78,22 @@ def read(pid: int, target: Int64s, source: Int64s, length: Int64s) -> None:
         other.join()
     if problems:
         raise problems[0]
+
+
+def read_few(pid: int, base: int, rows: Sequence[Row]) -> None:
+    """As :func:`read`, of at most ``IOVECS_MAX`` pieces, whose offsets count from address ``base``, on this thread."""
+    local, remote, total = array("Q"), array("Q"), 0
+    for target, offset, length in rows:
+        local.extend((target, length))
+        remote.extend((base + offset, length))
+        total += length
+    count = len(rows)
+    got = _readv(pid, local.buffer_info()[0], count, remote.buffer_info()[0], count, 0)
+    if got <= 0:
+        raise _failure(pid, ctypes.get_errno())
+    if got < total:  # all of it again, as far as there is memory
+        columns = np.array(rows, np.int64)
+        _read_each(pid, columns[:, 0], columns[:, 1] + base, columns[:, 2])
 
 
 def _read_each(pid: int, target: Int64s, source: Int64s, length: Int64s) -> None:

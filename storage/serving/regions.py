@@ -15,7 +15,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,8 +25,9 @@ import numpy.typing as npt
 from kvstrata.proto.errors import Busy, InvalidArgument, Unavailable
 from kvstrata.storage.records import Block
 from kvstrata.storage.serving import process_memory
+from kvstrata.storage.serving.pieces import FewPieces, Row, few, placed, read_few
 from kvstrata.storage.serving.rail_region import RailRegion, Starter
-from kvstrata.transfer.copier import copy
+from kvstrata.transfer.copier import copy, copy_one
 from kvstrata.transfer.memory import Memory
 from kvstrata.transfer.regions import PIECES_MAX
 
@@ -55,6 +56,11 @@ class MappedRegion:
         """Copy from byte ``offset[i]`` of the region to our address ``target[i]``."""
         copy(target, offset + self._address, length)
 
+    def pull_few(self, rows: Iterable[Row]) -> None:
+        """The same for a few pieces."""
+        for target, offset, length in rows:
+            copy_one(target, offset + self._address, length)
+
 
 class ProcessRegion:
     """Ordinary memory of a client on this host. ``pidfd`` becomes this object's own."""
@@ -71,6 +77,14 @@ class ProcessRegion:
     def pull(self, target: Int64s, offset: Int64s, length: Int64s) -> None:
         """As :meth:`MappedRegion.pull`; raises :class:`Unavailable` when the process has died."""
         process_memory.read(self._pid, target, offset + self._address, length)
+        self._check_alive()
+
+    def pull_few(self, rows: Iterable[Row]) -> None:
+        """The same for a few pieces."""
+        process_memory.read_few(self._pid, self._address, list(rows))
+        self._check_alive()
+
+    def _check_alive(self) -> None:
         death = select.poll()
         death.register(self._pidfd, select.POLLIN)
         if death.poll(0):  # its number may be another process's by now, and the bytes with it
@@ -232,6 +246,15 @@ def _mapped(memfd: int, nbytes: int) -> mmap.mmap | None:
         raise
 
 
+def read_pieces(
+    packed: bytes, blocks: int, pieces: int, block_bytes: int, region: ClientRegion
+) -> Descriptors | FewPieces:
+    """As :func:`read_descriptors`, in the form that :func:`pull` takes for so many."""
+    if not isinstance(region, RailRegion) and few(blocks, pieces, block_bytes):
+        return read_few(packed, blocks, pieces, block_bytes, region.nbytes)
+    return read_descriptors(packed, blocks, pieces, block_bytes, region.nbytes)
+
+
 def read_descriptors(packed: bytes, blocks: int, pieces: int, block_bytes: int, region_bytes: int) -> Descriptors:
     """Descriptors of a pull, int64 [blocks, pieces, 2], every one inside the region.
 
@@ -260,6 +283,9 @@ def spread(blocks: Sequence[Block], descriptors: Descriptors) -> tuple[Int64s, I
     return target.ravel(), offset.ravel(), length.ravel()
 
 
-def pull(region: MappedRegion | ProcessRegion, blocks: Sequence[Block], descriptors: Descriptors) -> None:
+def pull(region: MappedRegion | ProcessRegion, blocks: Sequence[Block], table: Descriptors | FewPieces) -> None:
     """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
-    region.pull(*spread(blocks, descriptors))
+    if isinstance(table, FewPieces):
+        region.pull_few(placed(blocks, table))
+    else:
+        region.pull(*spread(blocks, table))

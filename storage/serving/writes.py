@@ -4,6 +4,8 @@ The lock is held for bookkeeping only. A reservation whose bytes are on their wa
 that whatever ends it meanwhile cannot free its slots; what ends the move ends the mark, also by an error. A
 one-sided transfer that outlasts its writer's deadline keeps the mark until it has settled (:mod:`.rail_pulls`).
 
+The directory's turn comes when the writer has its answer: nobody waits for it.
+
 With an SSD that is written through, an answer waits for the flush within its writer's deadline, and says what
 is durable. Blocks are visible before that.
 """
@@ -23,6 +25,7 @@ from kvstrata.storage.records import Reservation
 from kvstrata.storage.serving import regions
 from kvstrata.storage.serving.messages import parsed, reply, u64s
 from kvstrata.storage.serving.permission import check_touch
+from kvstrata.storage.serving.pieces import FewPieces
 from kvstrata.storage.serving.rail_pulls import Taken
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
@@ -100,27 +103,34 @@ class WriteHandlers:
             if reservation is not None:
                 _check_write(reservation, checksums, frame.raw_bytes)
                 self._state.start_moving(reservation)
+            sequence = self._state.deltas.answer_seq
         if reservation is None:
-            return self._committed(_all_aborted(checksums))
+            return self._committed(_all_aborted(checksums), sequence)
         with self._moving(reservation):
             wrong = receive(connection, reservation.blocks, checksums)
-        statuses = self._received(reservation, checksums, wrong)
-        return self._committed(statuses, self._written_through(reservation, statuses))
+        statuses, sequence = self._received(reservation, checksums, wrong)
+        return self._committed(statuses, sequence, self._written_through(reservation, statuses))
 
-    def _received(self, reservation: Reservation, checksums: Sequence[int], wrong: Sequence[int]) -> bytearray:
-        """Commit what arrived whole."""
+    def _received(
+        self, reservation: Reservation, checksums: Sequence[int], wrong: Sequence[int]
+    ) -> tuple[bytearray, int]:
+        """Commit what arrived whole: a status each, and the number to answer with."""
         mask = None
         if wrong:
             mask = bytearray(b"\1") * len(checksums)
             for position in wrong:
                 mask[position] = 0
-        statuses = self._finish(reservation, checksums, mask)
+        with self._lock:
+            self._state.counts.corrupt += len(wrong)
+            if self._moved(reservation):
+                key, now = reservation.session, self._clock()
+                statuses = self._state.commit(key, reservation.id, checksums, mask, now)
+            else:
+                statuses = _all_aborted(checksums)
+            sequence = self._state.deltas.answer_seq
         for position in wrong:
             statuses[position] = _CORRUPT
-        if wrong:
-            with self._lock:
-                self._state.counts.corrupt += len(wrong)
-        return statuses
+        return statuses, sequence
 
     def _commit(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Commit, frame)
@@ -131,8 +141,9 @@ class WriteHandlers:
             if reservation is not None and reservation.digests:
                 checksums = reservation.digests
             statuses = self._state.commit(key, message.reservation, checksums, message.mask or None, self._clock())
+            sequence = self._state.deltas.answer_seq
         durable = self._written_through(reservation, statuses) if reservation is not None else b""
-        return self._committed(statuses, durable)
+        return self._committed(statuses, sequence, durable)
 
     def _abort(self, connection: ServerConnection, frame: Frame) -> Reply:
         number = parsed(pb.Abort, frame).reservation
@@ -161,31 +172,38 @@ class WriteHandlers:
             durable = self._present_on_ssd(message.reserve, got.status)
         if got.reservation is None:
             return _reserved(got, durable)
-        granted = [i for i, status in enumerate(got.status) if status == _RESERVED]
-        wanted = table if len(granted) == len(table) else table[granted]
+        whole = len(got.reservation.blocks) == len(got.status)
+        granted = range(len(got.status)) if whole else [i for i, s in enumerate(got.status) if s == _RESERVED]
+        wanted = table if whole else table[granted]
         if isinstance(region, RailRegion):
-            assert self._pulls is not None
+            assert self._pulls is not None and not isinstance(wanted, FewPieces)
             with TRACING.span("kvstrata.node.copy"):
                 taken, problem = self._pulls.take(region, got.reservation, wanted)
             if taken is not Taken.ARRIVED:
                 return _not_taken(taken, problem, got, granted, durable)
-        else:
-            with self._moving(got.reservation), TRACING.span("kvstrata.node.copy"):
-                regions.pull(region, got.reservation.blocks, wanted)
-        if checksums:
-            return self._pulled_and_committed(got, granted, [checksums[i] for i in granted], durable)
-        if message.hash_here:
-            # Not visible before the writer has heard that its bytes were read: it may have given up and reused them.
-            with self._moving(got.reservation):
-                got.reservation.digests = digests(got.reservation.blocks)
+        expected = checksums if whole else [checksums[i] for i in granted] if checksums else ()
+        with self._moving(got.reservation):
+            blocks = got.reservation.blocks
+            if not isinstance(region, RailRegion):
+                with TRACING.span("kvstrata.node.copy"):
+                    regions.pull(region, blocks, wanted)
+            # Without checksums nothing is visible before the writer has heard that its bytes were read: it may have
+            # given up and reused them.
+            wrong = mismatched(blocks, expected) if expected else ()
+            if message.hash_here:
+                got.reservation.digests = digests(blocks)
+        if expected:
+            return self._pulled_and_committed(got, granted, expected, wrong, durable)
         return self._pulled(got, granted, durable)
 
-    def _checked(self, message: pb.Pull, ask: WriteAsk, region: ClientRegion, checksums: Sequence[int]) -> Descriptors:
+    def _checked(
+        self, message: pb.Pull, ask: WriteAsk, region: ClientRegion, checksums: Sequence[int]
+    ) -> Descriptors | FewPieces:
         entry = self._state.entry(ask.handle)
         count = len(ask.hashes) // entry.width
         if checksums and (message.hash_here or len(checksums) != count):
             raise InvalidArgument(f"{len(checksums)} checksums for {count} blocks: one each, or none and hash_here")
-        return regions.read_descriptors(message.descriptors, count, message.pieces, entry.block_bytes, region.nbytes)
+        return regions.read_pieces(message.descriptors, count, message.pieces, entry.block_bytes, region)
 
     def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes) -> Reply:
         """The writer commits when it has hashed its bytes, or has heard that this node has."""
@@ -199,22 +217,20 @@ class WriteHandlers:
         return _reserved(Reserved(got.status, None, got.delta_seq), durable)
 
     def _pulled_and_committed(
-        self, got: Reserved, granted: Sequence[int], expected: Sequence[int], durable: bytes
+        self, got: Reserved, granted: Sequence[int], expected: Sequence[int], wrong: Sequence[int], durable: bytes
     ) -> Reply:
         """The writer had hashed its bytes before it asked, and may have given up and reused them since."""
         assert got.reservation is not None
-        with self._moving(got.reservation):
-            wrong = mismatched(got.reservation.blocks, expected)
-        done = self._received(got.reservation, expected, wrong)
+        done, sequence = self._received(got.reservation, expected, wrong)
+        flags = self._written_through(got.reservation, done)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status
-        self._changed()
-        flushed = bytearray(durable or len(got.status))
-        for position, flag in zip(granted, self._written_through(got.reservation, done), strict=False):
-            flushed[position] = flag
-        with self._lock:
-            sequence = self._state.deltas.answer_seq
-        return _reserved(Reserved(got.status, None, sequence), bytes(flushed))
+        if flags:
+            flushed = bytearray(durable or len(got.status))
+            for position, flag in zip(granted, flags, strict=True):
+                flushed[position] = flag
+            durable = bytes(flushed)
+        return _reserved(Reserved(got.status, None, sequence), durable, self._changed)
 
     # ------------------------------------------------------------------ on SSD
 
@@ -231,6 +247,7 @@ class WriteHandlers:
         movers = self._movers
         if movers is None or movers.tiers.policy is not SsdPolicy.WRITE_THROUGH:
             return b""
+        self._changed()
         stored = [block for block, status in zip(reservation.blocks, statuses, strict=True) if status == _STORED]
         shelf = reservation.shelf
         with self._lock:
@@ -252,23 +269,13 @@ class WriteHandlers:
                     self._state.abort(reservation.session, reservation.id, now)
             raise
 
-    def _finish(self, reservation: Reservation, checksums: Sequence[int], mask: Sequence[int] | None) -> bytearray:
-        """The bytes are in the slots: commit, if the reservation still stands."""
-        with self._lock:
-            if not self._moved(reservation):
-                return _all_aborted(checksums)
-            return self._state.commit(reservation.session, reservation.id, checksums, mask, self._clock())
-
     def _moved(self, reservation: Reservation) -> bool:
         self._state.counts.bytes_in += len(reservation.blocks) * reservation.shelf.entry.block_bytes
         return self._state.moved(reservation, self._clock())
 
-    def _committed(self, statuses: bytearray, durable: bytes = b"") -> Reply:
-        self._changed()
-        with self._lock:
-            sequence = self._state.deltas.answer_seq
+    def _committed(self, statuses: bytearray, sequence: int, durable: bytes = b"") -> Reply:
         answer = pb.CommitOk(status=bytes(statuses), delta_seq=sequence, durable=durable if any(durable) else b"")
-        return reply(Kind.COMMIT_OK, answer)
+        return Reply(Kind.COMMIT_OK, answer.SerializeToString(), after=self._changed)
 
 
 def _all_aborted(checksums: Sequence[int]) -> bytearray:
@@ -296,14 +303,14 @@ def _ask(message: pb.Reserve) -> WriteAsk:
     )
 
 
-def _reserved(got: Reserved, durable: bytes = b"") -> Reply:
+def _reserved(got: Reserved, durable: bytes = b"", after: Callable[[], None] | None = None) -> Reply:
     answer = pb.ReserveOk(
         status=bytes(got.status),
         reservation=got.reservation.id if got.reservation is not None else 0,
         delta_seq=got.delta_seq,
         durable=durable if any(durable) else b"",
     )
-    return reply(Kind.RESERVE_OK, answer)
+    return Reply(Kind.RESERVE_OK, answer.SerializeToString(), after=after)
 
 
 def _check_write(reservation: Reservation, checksums: Sequence[int], raw_bytes: int) -> None:

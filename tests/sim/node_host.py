@@ -323,8 +323,10 @@ class NodeHost:
         if reply is None:
             return
         self._note(session, ask, reply.message)
-        if not reply.raw and reply.after is None:
+        if not reply.raw:
             end.say(Answer(ask.request, reply.message, at=self.world.now))
+            if reply.after is not None:
+                reply.after()
             return
         self._send_bytes(end, ask, reply)
 
@@ -424,7 +426,7 @@ class NodeHost:
             for block, piece in zip(reservation.blocks, pieces, strict=True):
                 block.bytes()[half:] = piece[half:]
             sums = self.world.checksums(pieces)
-            done = writes._received(reservation, sums, [])
+            done, _ = writes._received(reservation, sums, [])
             for position, write, status in zip(granted, mine, done, strict=True):
                 got.status[position] = status
                 if status == _STORED:

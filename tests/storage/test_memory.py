@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import dram_arena, slab_bytes_for
 from kvstrata.storage.records import Block, NamespaceEntry, Shelf
 from kvstrata.storage.serving import process_memory
-from kvstrata.storage.serving.regions import RegionAsk, RegionBook, read_descriptors
+from kvstrata.storage.serving.pieces import placed, read_few
+from kvstrata.storage.serving.regions import RegionAsk, RegionBook, read_descriptors, spread
 from kvstrata.storage.slab import SEALS, Slab, slot_size, slots_of
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -158,16 +160,49 @@ def packed(rows: list[tuple[int, int]]) -> bytes:
     ],
 )
 def test_descriptors_that_leave_the_region_or_the_block_are_refused(rows: list[tuple[int, int]]) -> None:
-    with pytest.raises(InvalidArgument):
-        read_descriptors(packed(rows), 1, 2, 100, 1000)
+    for read in (read_descriptors, read_few):
+        with pytest.raises(InvalidArgument):
+            read(packed(rows), 1, 2, 100, 1000)
 
 
 def test_descriptor_counts_are_checked_before_anything_else() -> None:
     for blocks, pieces, data in ((1, 0, b""), (1, 1 << 20, b""), (2, 1, packed([(0, 100)])), (1, 1, b"x" * 15)):
-        with pytest.raises(InvalidArgument):
-            read_descriptors(data, blocks, pieces, 100, 1000)
+        for read in (read_descriptors, read_few):
+            with pytest.raises(InvalidArgument):
+                read(data, blocks, pieces, 100, 1000)
     assert read_descriptors(packed([(900, 60), (0, 40)]), 1, 2, 100, 1000).shape == (1, 2, 2)
     assert read_descriptors(b"", 0, 1, 100, 1000).shape == (0, 1, 2)
+    assert len(read_few(packed([(900, 60), (0, 40)]), 1, 2, 100, 1000)) == 1
+    assert len(read_few(b"", 0, 1, 100, 1000)) == 0
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_few_pieces_are_taken_refused_and_placed_as_many_are(data: st.DataObject) -> None:
+    blocks, pieces = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    piece = st.tuples(st.integers(-1, 290), st.integers(0, 64))
+    whole = st.integers(0, 4).map(lambda at: [(at * 64 + 64 * i // pieces, 64 // pieces) for i in range(pieces)])
+    rows = [row for _ in range(blocks) for row in data.draw(whole | st.lists(piece, min_size=pieces, max_size=pieces))]
+    block_bytes, slots = 64 // pieces * pieces, data.draw(st.lists(st.integers(0, 9), min_size=blocks, max_size=blocks))
+    try:
+        many = read_descriptors(packed(rows), blocks, pieces, block_bytes, 300)
+    except InvalidArgument:
+        with pytest.raises(InvalidArgument):
+            read_few(packed(rows), blocks, pieces, block_bytes, 300)
+        return
+    few = read_few(packed(rows), blocks, pieces, block_bytes, 300)
+    slab = Slab(0, 64 << 10)
+    slab.shape(64)
+    shelf = Shelf(NamespaceEntry(1, Namespace("m", block_bytes, 16)), "")
+    held = [Block(shelf, b"", slab, slot, 0, 0) for slot in slots]
+    for chosen in (list(range(blocks)), data.draw(st.lists(st.integers(0, blocks - 1), unique=True).map(sorted))):
+        mine = [held[at] for at in chosen]
+        told = spread(mine, many[chosen])
+        expected = [(to + i, at + i) for to, at, count in zip(*told, strict=True) for i in range(count)]
+        got = list(placed(mine, few[chosen]))
+        assert [(to + i, at + i) for to, at, count in got for i in range(count)] == expected
+        assert all(a[0] + a[2] != b[0] or a[1] + a[2] != b[1] for a, b in pairwise(got)), "neighbours are one"
+    slab.close()
 
 
 # ---------------------------------------------------------------- regions
@@ -244,16 +279,22 @@ def test_memory_that_is_not_there_is_refused_and_a_dead_process_is_unavailable(
     victim: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, address = victim
-    target = np.zeros(8 << 20, np.uint8)
+    target = np.zeros(9 << 20, np.uint8)
 
     def read(source: int, nbytes: int) -> None:
         process_memory.read(
             process.pid, np.array([target.ctypes.data]), np.array([source], np.int64), np.array([nbytes], np.int64)
         )
 
-    for nbytes in (4096, 8 << 20):
+    for nbytes in (4096, 9 << 20):
         with pytest.raises(InvalidArgument, match="cannot be read"):
             read(4096, nbytes)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        process_memory.read_few(process.pid, 4096, [(target.ctypes.data, 0, 4096)])
+    beyond = [(target.ctypes.data, 0, 4096), (target.ctypes.data + 4096, 1 << 46, 4096)]
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        process_memory.read_few(process.pid, address, beyond)
+    assert target[:4096].any(), "what was there before it was read"
     assert process_memory.readable(process.pid, address) and not process_memory.readable(process.pid, 4096)
     process.kill()
     process.wait()
@@ -273,10 +314,15 @@ def test_a_process_that_died_while_it_was_read_is_not_believed(victim: tuple[sub
     where = (np.array([target.ctypes.data]), np.array([0], np.int64), np.array([4096], np.int64))
     region.pull(*where)
     assert target.any()
+    target[:] = 0
+    region.pull_few([(target.ctypes.data, 0, 4096)])
+    assert target.any()
     process.kill()
     process.wait()
     with pytest.raises(Unavailable):
         region.pull(*where)
+    with pytest.raises(Unavailable):
+        region.pull_few([(target.ctypes.data, 0, 4096)])
 
 
 def test_short_reads_go_on_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,4 +344,8 @@ def test_short_reads_go_on_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> 
     cuts = np.array([0, 1, 5000, 5777, 99_000, 100_000])
     start, length = cuts[:-1][::-1].copy(), np.diff(cuts)[::-1].copy()
     process_memory.read(os.getpid(), start + target.ctypes.data, start + source.ctypes.data, length)
+    assert (target == source).all()
+    target[:] = 0
+    rows = [(target.ctypes.data + at, at, count) for at, count in zip(start.tolist(), length.tolist(), strict=True)]
+    process_memory.read_few(os.getpid(), source.ctypes.data, rows)
     assert (target == source).all()
