@@ -245,6 +245,7 @@ class StorageNode:
             self.loops.add(Loop("heartbeat", TEND_S, self.sidecar.tend))
         self._ends.append(self._leave_masters)
         copies = CopyOrders(self.state, self.lock, self.copier, self.drains, self._changed)
+        dialing = Dialing(self.security.files, self.security.own_token)
         for master in self.config.masters:
             link = MasterLink(
                 master,
@@ -256,7 +257,7 @@ class StorageNode:
                 self._acknowledged,
                 copies,
                 self.tickets,
-                Dialing(self.security.files, self.security.own_token),
+                dialing,
             )
             self.links.append(link)
             self._watched.append(link.problem)

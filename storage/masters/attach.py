@@ -177,7 +177,7 @@ class MasterLink:
         try:
             timer.start()
             self._outbox = outbox
-            self._call = MasterStub(channel).Sync(outbox.messages())  # type: ignore[no-untyped-call]
+            self._call = MasterStub(channel).Sync(outbox.messages(), metadata=self._dialing.shown())  # type: ignore[no-untyped-call]
             for message in self._call:
                 self._heard(message, outbox)
             raise Unavailable("the master ended the stream")

@@ -37,5 +37,8 @@ class Dialing:
             cert=files.tls_cert if files.tls_ca is not None else None,
             key=files.tls_key if files.tls_ca is not None else None,
             named=named_host(master, target),
-            token=self._token,
         )
+
+    def shown(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of a call on a channel that :meth:`dial` gave: the token of now, if there is one."""
+        return () if self._token is None else (("authorization", f"Bearer {self._token()}"),)

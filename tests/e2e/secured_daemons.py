@@ -102,9 +102,10 @@ def health(address: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
 
 def call(daemon: Daemon, rpc: str, request: Any, token: str = "", **dialing: Any) -> Any:
     """One call of a master's gRPC on a channel of its own. Raises :class:`grpc.RpcError`."""
-    channel = open_channel(str(daemon.ready["grpc"]), token=(lambda: token) if token else None, **dialing)
+    channel = open_channel(str(daemon.ready["grpc"]), **dialing)
+    shown = (("authorization", f"Bearer {token}"),) if token else ()
     try:
-        return getattr(control_pb2_grpc.MasterStub(channel), rpc)(request, timeout=CALL_S)
+        return getattr(control_pb2_grpc.MasterStub(channel), rpc)(request, timeout=CALL_S, metadata=shown)
     finally:
         channel.close()
 

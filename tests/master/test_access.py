@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ ALLOWED: dict[str, set[str]] = {
 _SERVICE = control.DESCRIPTOR.services_by_name["Master"]
 
 
+class Showing:
+    """A stub whose calls all have the same metadata."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._stub = stub
+        self._metadata = metadata
+
+    def __getattr__(self, rpc: str) -> Any:
+        return partial(getattr(self._stub, rpc), metadata=self._metadata)
+
+
 class Secured:
     """A master with a token a role, ``narrow`` ones of some tenants, and ``resets``, a client that may reset."""
 
@@ -86,9 +98,9 @@ class Secured:
         self._http = httpx.Client(base_url=f"http://{self.master.endpoints.http}", timeout=CALL_S)
 
     def stub(self, name: str | None) -> Any:
-        token = None if name is None else lambda: self.tokens.get(name, name)
-        self._channels.append(open_channel(self.master.endpoints.grpc, token=token))
-        return control_pb2_grpc.MasterStub(self._channels[-1])
+        self._channels.append(open_channel(self.master.endpoints.grpc))
+        shown = () if name is None else (("authorization", f"Bearer {self.tokens.get(name, name)}"),)
+        return Showing(control_pb2_grpc.MasterStub(self._channels[-1]), shown)
 
     def http(self, method: str, path: str, name: str | None = None, **more: Any) -> httpx.Response:
         headers = {} if name is None else {"authorization": f"Bearer {self.tokens.get(name, name)}"}

@@ -1,4 +1,4 @@
-"""gRPC with TLS and tokens: servers' credentials and guard, and channels that show a token.
+"""gRPC with TLS and tokens: servers' credentials and guard, and channels to them.
 
 The one module of this folder that imports gRPC.
 """
@@ -178,59 +178,19 @@ def open_channel(
     cert: Path | None = None,
     key: Path | None = None,
     named: str = "",
-    token: Callable[[], str] | None = None,
 ) -> grpc.Channel:
     """A channel to ``HOST:PORT``; with ``ca`` by TLS and never without, and only to who has a certificate for HOST,
     or for ``named``: the host that the operator gave, where ``target`` is what an unproved peer told.
 
-    ``token`` gives what each call shows. The files are read now: open another channel when they have changed. Raises
-    :class:`ConfigError`.
+    The files are read now: open another channel when they have changed. Raises :class:`ConfigError`.
     """
     if ca is None:
-        channel = grpc.insecure_channel(target, options)
-    else:
-        credentials = grpc.ssl_channel_credentials(
-            read_private(ca, "CA", secret=False),
-            None if key is None else read_private(key, "certificate's key", secret=True),
-            None if cert is None else read_private(cert, "certificate", secret=False),
-        )
-        if named:
-            options = (*options, ("grpc.ssl_target_name_override", named))
-        channel = grpc.secure_channel(target, credentials, options)
-    return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))
-
-
-class _Details(grpc.ClientCallDetails):
-    """A call's details with one more header."""
-
-    def __init__(self, given: Any, header: tuple[str, str]) -> None:
-        self.method, self.timeout, self.credentials = given.method, given.timeout, given.credentials
-        self.wait_for_ready, self.compression = given.wait_for_ready, given.compression
-        self.metadata = (*(given.metadata or ()), header)
-
-
-class _Bearer(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
-):
-    """Shows the token with each call."""
-
-    def __init__(self, token: Callable[[], str]) -> None:
-        self._token = token
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with_token(details), request)
-
-    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with_token(details), request)
-
-    def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return continuation(self._with_token(details), requests)
-
-    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return continuation(self._with_token(details), requests)
-
-    def _with_token(self, details: Any) -> _Details:
-        return _Details(details, (_HEADER, f"Bearer {self._token()}"))
+        return grpc.insecure_channel(target, options)
+    credentials = grpc.ssl_channel_credentials(
+        read_private(ca, "CA", secret=False),
+        None if key is None else read_private(key, "certificate's key", secret=True),
+        None if cert is None else read_private(cert, "certificate", secret=False),
+    )
+    if named:
+        options = (*options, ("grpc.ssl_target_name_override", named))
+    return grpc.secure_channel(target, credentials, options)

@@ -88,15 +88,16 @@ def closing() -> Iterator[Callable[[Any], Any]]:
         end()
 
 
-def answers(channel: grpc.Channel, kind: str, request: bytes = b"salt") -> list[bytes]:
+def answers(channel: grpc.Channel, kind: str, token: str | None = None, request: bytes = b"salt") -> list[bytes]:
     asked: Any = iter([request]) if kind.startswith("stream") else request
-    said = getattr(channel, kind)(f"/Test/{kind}")(asked, timeout=CALL_S)
+    shown = () if token is None else (("authorization", f"Bearer {token}"),)
+    said = getattr(channel, kind)(f"/Test/{kind}")(asked, timeout=CALL_S, metadata=shown)
     return list(said) if kind.endswith("stream") else [said]
 
 
-def code(channel: grpc.Channel, kind: str, request: bytes = b"salt") -> grpc.StatusCode:
+def code(channel: grpc.Channel, kind: str, token: str | None = None, request: bytes = b"salt") -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as refused:
-        answers(channel, kind, request)
+        answers(channel, kind, token, request)
     assert isinstance(refused.value, grpc.Call)
     return refused.value.code()
 
@@ -105,21 +106,20 @@ def code(channel: grpc.Channel, kind: str, request: bytes = b"salt") -> grpc.Sta
 def test_each_kind_of_call_is_guarded(gate: Gate, tokens: dict[str, str], closing: Any, kind: str) -> None:
     rules = {each: Access(Role.READ, lambda rights, request: rights.touch_salt(request.decode())) for each in KINDS}
     served = closing(Served(Guard(gate, rules)))
-    reader = closing(open_channel(served.address, token=lambda: tokens["reader"]))
-    assert answers(reader, kind) == [b"reader"] * (2 if kind.endswith("stream") else 1)
+    channel = closing(open_channel(served.address))
+    assert answers(channel, kind, tokens["reader"]) == [b"reader"] * (2 if kind.endswith("stream") else 1)
     del served.read[:]
-    engine = closing(open_channel(served.address, token=lambda: tokens["engine"]))
-    assert code(engine, kind) is grpc.StatusCode.PERMISSION_DENIED
-    assert code(closing(open_channel(served.address, token=new_token)), kind) is grpc.StatusCode.UNAUTHENTICATED
+    assert code(channel, kind, tokens["engine"]) is grpc.StatusCode.PERMISSION_DENIED
+    assert code(channel, kind, new_token()) is grpc.StatusCode.UNAUTHENTICATED
     assert served.read == [], "nothing of it was read"
     if kind.startswith("unary"):
-        assert code(reader, kind, b"other") is grpc.StatusCode.PERMISSION_DENIED
+        assert code(channel, kind, tokens["reader"], b"other") is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_a_call_without_a_rule_is_refused_to_everybody(gate: Gate, tokens: dict[str, str], closing: Any) -> None:
     served = closing(Served(Guard(gate, {})))
-    reader = closing(open_channel(served.address, token=lambda: tokens["reader"]))
-    assert code(reader, "unary_unary") is grpc.StatusCode.PERMISSION_DENIED
+    channel = closing(open_channel(served.address))
+    assert code(channel, "unary_unary", tokens["reader"]) is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_without_a_guard_everybody_has_all_rights(closing: Any) -> None:
@@ -128,13 +128,13 @@ def test_without_a_guard_everybody_has_all_rights(closing: Any) -> None:
     assert Context().run(CALLER.get) is EVERYTHING
 
 
-def test_a_token_that_changes_is_shown_from_then_on(gate: Gate, tokens: dict[str, str], closing: Any) -> None:
+def test_each_call_of_a_channel_has_the_rights_of_its_own_token(
+    gate: Gate, tokens: dict[str, str], closing: Any
+) -> None:
     served = closing(Served(Guard(gate, {"unary_unary": Access(None)})))
-    shown = [tokens["reader"]]
-    channel = closing(open_channel(served.address, token=lambda: shown[0]))
-    assert answers(channel, "unary_unary") == [b"reader"]
-    shown[0] = tokens["engine"]
-    assert answers(channel, "unary_unary") == [b"engine"]
+    channel = closing(open_channel(served.address))
+    assert answers(channel, "unary_unary", tokens["reader"]) == [b"reader"]
+    assert answers(channel, "unary_unary", tokens["engine"]) == [b"engine"]
 
 
 def test_a_certificate_stands_for_a_token_and_a_token_for_itself(
@@ -145,17 +145,15 @@ def test_a_certificate_stands_for_a_token_and_a_token_for_itself(
     tls = ServerTls(own.cert, own.key, authority.ca, client_certs=True)
     served = closing(Served(Guard(gate, {"unary_unary": Access(Role.READ)}), server_credentials(tls)))
 
-    def channel(pair: Any, token: str | None = None, named: str = "") -> grpc.Channel:
-        shown = None if token is None else lambda: token
-        dialled = open_channel(served.address, ca=authority.ca, cert=pair.cert, key=pair.key, named=named, token=shown)
-        return closing(dialled)
+    def channel(pair: Any, named: str = "") -> grpc.Channel:
+        return closing(open_channel(served.address, ca=authority.ca, cert=pair.cert, key=pair.key, named=named))
 
     assert answers(channel(mine), "unary_unary") == [b"certified"]
-    assert answers(channel(mine, tokens["reader"]), "unary_unary") == [b"reader"]
-    assert answers(channel(other, tokens["reader"]), "unary_unary") == [b"reader"]
+    assert answers(channel(mine), "unary_unary", tokens["reader"]) == [b"reader"]
+    assert answers(channel(other), "unary_unary", tokens["reader"]) == [b"reader"]
     assert answers(channel(mine, named="localhost"), "unary_unary") == [b"certified"]
     assert code(channel(other), "unary_unary") is grpc.StatusCode.UNAUTHENTICATED
-    assert code(channel(mine, new_token()), "unary_unary") is grpc.StatusCode.UNAUTHENTICATED
+    assert code(channel(mine), "unary_unary", new_token()) is grpc.StatusCode.UNAUTHENTICATED
     assert code(channel(mine, named="elsewhere"), "unary_unary") is grpc.StatusCode.UNAVAILABLE
 
 
