@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.results import LoadResult, Lookup, StoreResult
-from kvstrata.transfer.tracing import Span, salt_tag, set_counts
+from kvstrata.proto.keys import salt_tag
+from kvstrata.transfer.tracing import Span, set_counts
 
 
 def told_lookup(span: Span, namespace: PoolNamespace, salt: str, found: Lookup, request: str) -> None:

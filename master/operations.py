@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.keys import salt_tag
 from kvstrata.proto.status import PlaceState, Tier
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.observed import Operation
-from kvstrata.transfer.tracing import Span, salt_tag, set_counts
+from kvstrata.transfer.tracing import Span, set_counts
 
 
 def _looked_up(span: Span, request: pb.Lookup, answer: bytes) -> None:

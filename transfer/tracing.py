@@ -8,7 +8,6 @@ in them as a hash, and hashes of blocks not at all.
 from __future__ import annotations
 
 import contextvars
-import hashlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -116,11 +115,6 @@ class Tracing:
 
 #: This process's.
 TRACING: Final = Tracing()
-
-
-def salt_tag(salt: str) -> str:
-    """A tenant as traces show it: 12 hex digits that are the same everywhere; "" for the empty salt."""
-    return hashlib.blake2b(salt.encode(), digest_size=6).hexdigest() if salt else ""
 
 
 def set_counts(span: Span, prefix: str, counts: Mapping[str, int]) -> None:

@@ -6,13 +6,12 @@ topic alone. A node that begins a snapshot, or goes, is cleared first.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from kvstrata.master.hub import Hub
 from kvstrata.master.index.pool_log import Blocks, NodeCleared, Said, ScopeCleared
-from kvstrata.proto.keys import split_hashes
+from kvstrata.proto.keys import salt_tag, split_hashes
 from kvstrata.proto.status import Tier
 from kvstrata.transfer.kv_events import events
 from kvstrata.transfer.kv_events.publisher import Publisher
@@ -101,9 +100,4 @@ class PoolEvents:
         self.publisher.publish(list(said), f"kv@{node_id}@{group}" + (f"#{self._tenant(salt)}" if salt else ""))
 
     def _tenant(self, salt: str) -> str:
-        return salt if self._clear_salts else salt_hash(salt)
-
-
-def salt_hash(salt: str) -> str:
-    """What stands for a tenant's name where names are not to be shown: the same in every process."""
-    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvstrata-salt").hexdigest()
+        return salt if self._clear_salts else salt_tag(salt)

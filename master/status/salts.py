@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+from kvstrata.proto.keys import salt_tag
 
 EMPTY = "(empty)"
-HASH_DIGITS = 12
 
 
 def shown(salt: str, *, named: bool) -> str:
-    """The salt where it is an operator's word (``named``: it has a policy), else a hash of it: ``#`` and hex digits.
-
-    A salt may tell who an end user is. The hash tells two apart, and the owner of a salt can find it again.
-    """
+    """The salt where it is an operator's word (``named``: it has a policy), else ``#`` and its :func:`salt_tag`: a salt
+    may tell who an end user is."""
     if not salt:
         return EMPTY
     if named and not salt.startswith(("#", "(")):
         return salt
-    return "#" + hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_DIGITS]
+    return "#" + salt_tag(salt)

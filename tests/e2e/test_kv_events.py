@@ -21,7 +21,7 @@ from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.client.index_watch import IndexWatch
 from kvstrata.engine_adapter.hashing import BlockHasher
-from kvstrata.master.index.pool_events import salt_hash
+from kvstrata.proto.keys import salt_tag
 from tests.command_line import run
 from tests.e2e import real_pool
 from tests.e2e.real_pool import ANY, Daemon, keys, until
@@ -295,7 +295,7 @@ def test_the_pools_events_name_node_namespace_and_tenant(closing: Closing, publi
     def stored(topic: str) -> set[Any]:
         return {h for where, e in heard.events if where == topic and isinstance(e, Stored) for h in e.block_hashes}
 
-    hashed = f"kv@n0@model#{salt_hash('tenant')}"
+    hashed = f"kv@n0@model#{salt_tag('tenant')}"
     client.remove(ns, "", wide[:32])
     heard._replay = ""  # from here on as published, with topics
     late = keys(1, "late", 32)
@@ -307,7 +307,7 @@ def test_the_pools_events_name_node_namespace_and_tenant(closing: Closing, publi
     assert {s.medium for s in everything.of(Stored)} == {"CPU"}
     assert own(everything.of(Removed)) == [wide[:32]]
     named = [s.extra_keys for s in everything.of(Stored) if s.extra_keys and own([s])]
-    assert named and all(key == (salt_hash("tenant"),) for extra in named for key in extra)
+    assert named and all(key == (salt_tag("tenant"),) for extra in named for key in extra)
 
     with AdminClient(pool) as admin:
         admin.drop("model", "tenant")

@@ -22,10 +22,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 
 from kvstrata.client import Client
+from kvstrata.proto.keys import salt_tag
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.otel import OtelTracer
 from kvstrata.transfer.otlp import OtlpTracing
-from kvstrata.transfer.tracing import TRACING, salt_tag
+from kvstrata.transfer.tracing import TRACING
 from tests.e2e.otlp_receiver import Receiver, Seen
 from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
 

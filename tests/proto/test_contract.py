@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import errors, wire
 from kvstrata.proto.errors import InvalidArgument, ProtocolError
-from kvstrata.proto.keys import Namespace, check_salt, pack_hashes, split_hashes
+from kvstrata.proto.keys import Namespace, check_salt, pack_hashes, salt_tag, split_hashes
 from kvstrata.proto.limits import Limits, limits_of
 from kvstrata.proto.status import HELD, BlockStatus, Departure, HintKind
 from kvstrata.proto.wire import Kind
@@ -147,3 +147,7 @@ def test_limits_survive_the_wire_and_none_is_not_zero(message: type[control.Shar
         assert limits_of(message.FromString(message(**limits).SerializeToString())) == limits
     with pytest.raises(InvalidArgument, match="cache_salt"):
         limits_of(message(salt="x" * 129))
+
+
+def test_a_tenant_is_named_by_the_sha_256_of_its_salt() -> None:
+    assert (salt_tag("a"), salt_tag("")) == ("ca978112ca1b", ""), "printf a | sha256sum"

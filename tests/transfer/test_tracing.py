@@ -11,7 +11,7 @@ import pytest
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.transfer.traces import OFF, TraceOptions, open_traces
-from kvstrata.transfer.tracing import NOTHING, TRACING, salt_tag
+from kvstrata.transfer.tracing import NOTHING, TRACING
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the otel extra is not installed")
 
@@ -144,10 +144,6 @@ def test_a_turn_sends_what_it_has_when_another_takes_the_last_span() -> None:
         provider.get_tracer("t").start_span("a").end()
     queue.turn()
     assert queue.counts["exported"] == 1 and not queue._queue
-
-
-def test_a_salt_is_shown_as_the_same_hash_everywhere() -> None:
-    assert salt_tag("a") == salt_tag("a") != salt_tag("b") and len(salt_tag("a")) == 12 and salt_tag("") == ""
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://x", "http://", "grpc://a:1"])
