@@ -14,10 +14,9 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from kvstrata.proto import wire
-from kvstrata.transfer.identity import SOFTWARE
+from kvstrata.transfer.identity import VERSION
 from kvstrata.transfer.timings import SECONDS, Histogram, Timings
 
-VERSION: Final = SOFTWARE.rpartition(" ")[2]
 _BOUNDS: Final = (*map(floatToGoString, SECONDS), "+Inf")
 _Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 

@@ -13,7 +13,8 @@ from kvstrata.proto import wire
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.security.tickets import NONCE_BYTES, TicketSource
 
-SOFTWARE: Final = "kvstrata 0.1.0"
+VERSION: Final = "0.1.0"
+SOFTWARE: Final = f"kvstrata {VERSION}"
 UNIX_PREFIX: Final = "unix:"
 #: Hosts that an endpoint listens on, and nobody can connect to.
 WILDCARDS: Final = ("0.0.0.0", "[::]")

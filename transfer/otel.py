@@ -11,7 +11,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvstrata.transfer.identity import SOFTWARE
+from kvstrata.transfer.identity import VERSION
 from kvstrata.transfer.tracing import NOTHING, TRACING, Span, SpanKind, Value
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
@@ -50,7 +50,7 @@ class OtelTracer:
     """Spans of one provider."""
 
     def __init__(self, provider: trace.TracerProvider) -> None:
-        self._tracer = provider.get_tracer("kvstrata", SOFTWARE.rpartition(" ")[2])
+        self._tracer = provider.get_tracer("kvstrata", VERSION)
 
     def span(self, name: str, parent: str, kind: SpanKind) -> Span:
         if not parent:

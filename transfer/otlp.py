@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 
 from kvstrata.proto.logs import get_logger
-from kvstrata.transfer.identity import SOFTWARE
+from kvstrata.transfer.identity import VERSION
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.otel import OtelTracer
 from kvstrata.transfer.tracing import TRACING
@@ -104,7 +104,7 @@ class OtlpTracing:
         exporter = OTLPSpanExporter(_traces_url(endpoint) if endpoint else None, timeout=EXPORT_S)
         self.queue = SpanQueue(exporter)
         sampler: Sampler | None = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
-        resource = Resource.create({"service.version": SOFTWARE.rpartition(" ")[2], **attributes})
+        resource = Resource.create({"service.version": VERSION, **attributes})
         self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
         self._provider.add_span_processor(self.queue)
         self._tracer = OtelTracer(self._provider)

@@ -26,6 +26,7 @@ from kvstrata.engine_adapter.serve.service import Service
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
+from kvstrata.transfer.security.checks import check_pair
 from kvstrata.transfer.security.tls import ServerTls
 from kvstrata.transfer.traces import BY_ENVIRONMENT, TraceOptions, open_traces
 from kvstrata.transfer.web import WebServer
@@ -57,8 +58,7 @@ class ServeConfig:
     def validated(self) -> ServeConfig:
         if not self.model_name:
             raise ConfigError("the served model's name is empty: leave --served-model-name out, or name it")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("--tls-cert and --tls-key go together: give both, or neither")
+        check_pair(self.tls_cert, self.tls_key)
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.transfer.identity import is_loopback
@@ -21,8 +22,7 @@ def checked(files: SecurityFiles, addresses: Sequence[str], *, masters: Sequence
         raise ConfigError(
             f"{there} without {missing} leaves {leaves} open: give both (`kvstrata auth init` makes them)"
         )
-    if (files.tls_cert is None) != (files.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key go together: give both, or neither")
+    check_pair(files.tls_cert, files.tls_key)
     if files.client_certs and (files.tls_ca is None or files.tls_cert is None):
         raise ConfigError("--client-certs needs --tls-cert and --tls-key, and the clients' CA as --tls-ca")
     if masters and files.ticket_keys is not None and files.token_file is None and files.tls_cert is None:
@@ -42,6 +42,12 @@ def checked(files: SecurityFiles, addresses: Sequence[str], *, masters: Sequence
             "something else encrypts"
         )
     return files
+
+
+def check_pair(tls_cert: Path | None, tls_key: Path | None) -> None:
+    """Raises :class:`ConfigError` when a certificate is without its key, or a key without its certificate."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together: give both, or neither")
 
 
 def open_to_all(files: SecurityFiles, channel: str, others: Sequence[str]) -> list[str]:
