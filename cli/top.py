@@ -72,7 +72,7 @@ class StatusSource:
         """A channel address as it was given, and the HTTP endpoint behind it: the leader's, where one is known."""
         from kvstrata.client.security.greeting import greet
 
-        problems, standby, named = [], None, ""
+        problems, standby = [], None
         asked = list(self._addresses)
         for address in asked:
             try:
@@ -86,8 +86,7 @@ class StatusSource:
                 return address, hello.http
             standby = standby or (address, hello.http)
             if hello.leader and hello.leader not in asked:
-                named = hello.leader
-                asked.append(named)
+                asked.append(hello.leader)
         if standby is None:
             raise Unavailable("; ".join(problems))
         return standby

@@ -39,7 +39,6 @@ class EngineIndex:
     """Takes events in, in order, an engine at a time. Not thread-safe."""
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
-        self.forgotten = 0  #: blocks past the bound
         self._blocks_max = blocks_max
         self._engines: dict[str, _Engine] = {}
 
@@ -48,10 +47,6 @@ class EngineIndex:
         if name not in self._engines and len(self._engines) >= ENGINES_MAX:
             raise Busy(f"{ENGINES_MAX} engines are known, which is the bound: {name!r} is one more")
         self._engines.setdefault(name, _Engine())
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._engines)
 
     def blocks(self, name: str) -> int:
         return len(self._engines[name].blocks)
@@ -92,7 +87,6 @@ class EngineIndex:
             blocks[tail] = blocks.pop(tail, 0) | bit
         while len(blocks) > self._blocks_max:
             del blocks[next(iter(blocks))]
-            self.forgotten += 1
 
     def check(self) -> None:
         assert len(self._engines) <= ENGINES_MAX

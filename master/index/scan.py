@@ -9,7 +9,7 @@ has the truth: every entry says of a block what is so after it, whatever was kno
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -45,15 +45,12 @@ class Piece:
     ids: Ids
     sets: dict[int, Holders]
 
-    def parts(self, slots: Collection[int] | None = None) -> Iterator[list[Entry]]:
-        """STORED entries, of ``slots`` only if they are given; in each part so many that a message has room for them.
-
-        O(blocks times replicas)."""
+    def parts(self) -> Iterator[list[Entry]]:
+        """STORED entries, in each part so many that a message has room for them. O(blocks times replicas)."""
         if not len(self.keys):
             return
         unique, inverse = np.unique(self.ids, return_inverse=True)
-        wanted = None if slots is None else frozenset(slots)
-        codes = [_shown(self.sets[set_id], wanted) for set_id in unique.tolist()]
+        codes = [[code for code in self.sets[set_id] if code & 3 != HIDDEN] for set_id in unique.tolist()]
         sizes = np.array([len(each) for each in codes], dtype=np.int64)
         flat = np.array([code for each in codes for code in each], dtype=np.int64)
         starts, counts = np.cumsum(sizes) - sizes, sizes[inverse]
@@ -87,20 +84,16 @@ class Piece:
         return entries
 
 
-def _shown(holders: Holders, slots: Collection[int] | None) -> list[int]:
-    return [code for code in holders if code & 3 != HIDDEN and (slots is None or code >> 2 in slots)]
-
-
-def scan(hub: Hub, wanted: Callable[[TableKey], bool], slots: Collection[int] | None = None) -> Iterator[list[Entry]]:
-    """STORED entries of the tables that are wanted, of ``slots`` only if they are given. An empty list stands for a
-    piece that has none, so that whoever reads comes round."""
+def scan(hub: Hub, wanted: Callable[[TableKey], bool]) -> Iterator[list[Entry]]:
+    """STORED entries of the tables that are wanted. An empty list stands for a piece that has none, so that whoever
+    reads comes round."""
     tables = hub.read(lambda state, now: [key for key, _ in state.directory.tables()])
     for table in filter(wanted, tables):  # outside the lock: whoever wants may ask the hub
         cursor: Cursor | None = BEGIN
         while cursor is not None:
             at = cursor
             read, cursor = hub.read(lambda state, now, at=at, of=table: piece(state.directory, of, at))  # type: ignore[misc]
-            parts = read.parts(slots)
+            parts = read.parts()
             yield next(parts, [])
             yield from parts
             time.sleep(BREATH_S)

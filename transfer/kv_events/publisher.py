@@ -38,6 +38,8 @@ STOP_S: Final = 2.0
 #: The end of an answer on the replay socket.
 END: Final = (-1).to_bytes(8, "big", signed=True)
 EPOCH_SHIFT: Final = 32
+#: Of data parallelism, in each batch: there is one publisher an engine or master.
+RANK: Final = 0
 _WHERE: Final = re.compile(r"(?:tcp://)?(?:(?P<host>[^/:\s]+|\[[0-9a-fA-F:]+\]):)?(?P<port>\d{1,5}|\*)")
 
 
@@ -62,18 +64,10 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        loops: Loops,
-        endpoint: str,
-        replay: str = "",
-        *,
-        rank: int = 0,
-        clock: Callable[[], float] = time.time,
-        name: str = "kv events",
+        self, loops: Loops, endpoint: str, replay: str = "", *, clock: Callable[[], float] = time.time
     ) -> None:
         self.dropped = 0  #: batches that found the queue full
         self.published = 0
-        self._rank = rank
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = int(clock()) << EPOCH_SHIFT
@@ -99,18 +93,13 @@ class Publisher:
         self._poller.register(self._event, zmq.POLLIN)
         if self._replays is not None:
             self._poller.register(self._replays, zmq.POLLIN)
-        self._loop = loops.add(Loop(name, 0.0, self._turn, bound_s=10.0))
-
-    @property
-    def epoch(self) -> int:
-        """The upper half of every sequence number."""
-        return self._sequence >> EPOCH_SHIFT
+        self._loop = loops.add(Loop("kv events", 0.0, self._turn, bound_s=10.0))
 
     def publish(self, events: Sequence[Event], topic: str = "") -> None:
         """Have a batch sent, from any thread; nothing for no events, or after :meth:`close`."""
         if not events:
             return
-        batch = Batch(self._clock(), list(events), self._rank)
+        batch = Batch(self._clock(), list(events), RANK)
         with self._lock:
             if self._closed:
                 return

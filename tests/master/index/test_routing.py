@@ -36,17 +36,19 @@ class Engines:
 
     def __init__(self) -> None:
         self.index = EngineIndex()
+        self.names: list[str] = []
         self.gone: set[str] = set()
 
     def has(self, name: str, *numbers: int) -> None:
         self.index.add(name)
+        self.names.append(name)
         self.index.apply(name, [BlockStored([packed(n) for n in numbers], None, [], 16, None, "GPU", None)])
 
     def states(self, tails: list[int], names: Collection[str]) -> list[EngineState]:
         index = self.index
         return [
             EngineState(name, name not in self.gone, 0.0, index.blocks(name), index.prefix(name, tails))
-            for name in index.names
+            for name in self.names
             if not names or name in names
         ]
 
