@@ -40,8 +40,7 @@ class Metered:
         """Tickets asked for, by outcome."""
         if self.tickets is None:
             return Counter()
-        told = self.tickets.health()
-        return Counter({outcome: int(str(told[outcome])) for outcome in ("fetched", "failed")})
+        return Counter(self.tickets.counts())
 
 
 class Past:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from prometheus_client.core import Metric
 from kvstrata.client import BlockStatus, Client, open_clients
 from kvstrata.client.metrics import ClientCollector, collector_of
 from kvstrata.client.open_clients import OTHER_NAMES, Metered, OpenClients
+from kvstrata.client.security.fetched import FetchedTickets
 from kvstrata.client.transfers import Transfers
 from tests.client.fake_pool import FakeMaster, packed
 
@@ -132,3 +135,18 @@ def test_clients_come_and_go_while_others_read(master: FakeMaster, connect: Call
         over.set()
         thread.join()
     assert told == sorted(told)
+
+
+def test_tickets_are_counted_by_outcome_when_the_client_is_closed_too(
+    master: FakeMaster, connect: Callable[..., Client]
+) -> None:
+    read, registry = connect(master.address)._metered, OpenClients()
+    counts = {"fetched": 3, "failed": 1}
+    tickets = cast(FetchedTickets, SimpleNamespace(counts=lambda: counts, seconds_left=lambda: 9.0))
+    for _ in range(2):
+        each = Metered("e", read.counters, read.directory, read.peers, tickets)
+        registry.add(each)
+        assert samples(ClientCollector(registry.read), "ticket_seconds_left") == {("e",): 9.0}
+        registry.close(each)
+    told = samples(ClientCollector(registry.read), "tickets_total")
+    assert told == {("e", "fetched"): 6, ("e", "failed"): 2}
