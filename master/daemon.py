@@ -32,7 +32,6 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.security.admission import REFUSALS, Admission
 from kvstrata.transfer.security.files import SecurityFiles
-from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.security.rates import USUAL, Bounds
 from kvstrata.transfer.server import ChannelServer
@@ -92,15 +91,12 @@ class Master:
         self.loops = Loops()
         self._stops.append(lambda: self.loops.stop(STOP_S))
         channel = MasterChannel(self.hub, self.endpoints)
-        self.key_file = KeyFile(config.security.ticket_keys) if config.security.ticket_keys is not None else None
-        self.admission = Admission(self.key_file, config.bounds)
+        self.admission = Admission(self.security.key_file, config.bounds)
         self.server = ChannelServer(channel.handlers(), channel.hello, lambda session: None, self.loops, self.admission)
         self.server.refused_versions = self.hub.refused_versions
         self.views = Views(self.hub, self.server.sessions, self.loops)
         self.views.timings = channel.timings
         self._trace(config.traces)
-        if self.key_file is not None:
-            self.views.troubles.append(self._key_problems)
         self.views.security = self.security
         self.views.channel_counts = self.server.counts
         self.index = IndexServices(self.hub, self.server.sessions, self.loops, config.index)
@@ -116,9 +112,8 @@ class Master:
         self.status = StatusDocument(self.hub, self.views, self.sampler, self._refused)
         tenants = Tenants(self.hub, Content(self.hub))
         pages = routes(self.status, self.hub.events)
-        keys = self.key_file.keys if self.key_file is not None else None
         self.web_application = application(self.hub, self.views, tenants, pages)
-        web = serve_http(self.web_application, config.http, self.security, keys)
+        web = serve_http(self.web_application, config.http, self.security)
         self._stops.append(lambda: web.stop(STOP_S))
         self.endpoints.http = web.start().address
         self.hub.start(self.loops)
@@ -127,10 +122,6 @@ class Master:
         if store.shared:
             self._campaign(store)
         self.sampler.start(self.loops)
-
-    def _key_problems(self) -> list[str]:
-        problem = self.key_file.problem() if self.key_file is not None else ""
-        return [problem] if problem else []
 
     def _refused(self) -> dict[str, int]:
         """Callers that were turned away, by door and reason."""

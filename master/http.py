@@ -85,8 +85,7 @@ class _StateCollector(Collector):
         yield told
         yield from tenant_metrics(self._hub, self._tenants)
         yield from replication_metrics(self._hub)
-        if self._views.security is not None:
-            yield from security_metrics("kvstrata_master", self._views.security)
+        yield from security_metrics("kvstrata_master", self._views.security)
         yield from channel_metrics("kvstrata_master", self._views.channel_counts)
 
     def _calls(self) -> Iterable[Metric]:

@@ -40,7 +40,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.transfer.security.access import CALLER
 from kvstrata.transfer.security.grpc_security import Guard, server_credentials, standing
-from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.security.opened import OPEN, Security
 
 log = get_logger(__name__)
 
@@ -274,11 +274,10 @@ class _SyncStream:
 
 
 def serve(
-    hub: Hub, views: Views, roll: Roll, index: IndexServices, address: str, security: Security | None = None
+    hub: Hub, views: Views, roll: Roll, index: IndexServices, address: str, security: Security = OPEN
 ) -> tuple[grpc.Server, str]:
     """Start a server on ``HOST:PORT``; returns it and its real address. Raises :class:`ConfigError`."""
-    tls = security.tls if security is not None else None
-    gate = security.gate if security is not None else None
+    tls, gate = security.tls, security.gate
     pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kvstrata-grpc")
     guards: list[grpc.ServerInterceptor[Any, Any]] = [Guard(gate, RPCS)] if gate is not None else []
     server = grpc.server(pool, interceptors=guards, options=_OPTIONS, maximum_concurrent_rpcs=THREADS_MAX)

@@ -15,7 +15,7 @@ from kvstrata.master.state import MasterState
 from kvstrata.proto import control_pb2 as control
 from kvstrata.transfer.identity import SOFTWARE
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.security.opened import OPEN
 from kvstrata.transfer.sessions import Session
 from kvstrata.transfer.timings import Timings
 
@@ -28,7 +28,7 @@ class Views:
 
     def __init__(self, hub: Hub, sessions: Mapping[bytes, Session], loops: Loops) -> None:
         self.troubles: list[Callable[[], list[str]]] = []  #: what else may be a problem
-        self.security: Security | None = None  #: who is let in; None: everybody
+        self.security = OPEN  #: who is let in
         self.channel_counts: Mapping[str, int] = {}  #: what the channel has refused, and why
         #: Seconds of what clients ask; and this process's tracing, where there is any.
         self.timings: Timings | None = None
@@ -60,10 +60,10 @@ class Views:
         report.clients = len(self._client_sessions())
         report.problems.extend([*self._loops.problems(), *filter(None, [self._hub.journal.problem()])])
         report.problems.extend(text for ask in self.troubles for text in ask())
+        report.problems.extend(self.security.problems())
         report.healthy = not report.problems
-        if self.security is not None:
-            report.warnings.extend(self.security.warnings())
-            report.security.CopyFrom(control.SecurityFacts(**self.security.facts()))
+        report.warnings.extend(self.security.warnings())
+        report.security.CopyFrom(control.SecurityFacts(**self.security.facts()))
         report.leading, report.leader = self._hub.leads()
         report.ready &= bool(report.leading or report.leader)
         for name, age_s in self._loops.ages_s().items():

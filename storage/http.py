@@ -16,7 +16,8 @@ from kvstrata.storage.access import ROUTES
 from kvstrata.storage.report import Device, NodeReport
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.exposition import add_process, build_info, exposition, seconds_family, traces_family
-from kvstrata.transfer.security.http_guard import HttpGuard, rights_in
+from kvstrata.transfer.security.guarded_web import guarded_server
+from kvstrata.transfer.security.http_guard import rights_in
 from kvstrata.transfer.security.metrics import channel_metrics, security_metrics
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.web import WebServer
@@ -103,8 +104,7 @@ class NodeCollector(Collector):
         for loop, age in self._report.loops.ages_s().items():
             ages.add_metric([loop], age)
         yield ages
-        if self._report.security is not None:
-            yield from security_metrics("kvstrata_node", self._report.security)
+        yield from security_metrics("kvstrata_node", self._report.security)
         yield from channel_metrics("kvstrata_node", self._report.channel_counts)
         problems = len(self._report.problems())
         yield GaugeMetricFamily("kvstrata_node_problems", "what health complains of", value=problems)
@@ -238,8 +238,4 @@ def node_app(report: NodeReport) -> Starlette:
 
 def serve_http(report: NodeReport, address: str) -> WebServer:
     """Bind now, so that a port in use is known at once; the caller starts it."""
-    app = node_app(report)
-    security = report.security
-    if security is None:
-        return WebServer(app, address)
-    return WebServer(app if security.gate is None else HttpGuard(app, security.gate, ROUTES), address, tls=security.tls)
+    return guarded_server(node_app(report), address, report.security, ROUTES)

@@ -57,7 +57,6 @@ from kvstrata.storage.tiers.ssd_tier import SsdTier
 from kvstrata.transfer.identity import SOFTWARE, advertised, boot_id
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.security.admission import Admission
-from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import node_tickets
 from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.server import ChannelServer
@@ -92,14 +91,13 @@ class StorageNode:
     def __init__(self, config: StorageConfig) -> None:
         self.config = config.validated()
         self.security = Security.opened(config.security, config.listen, (config.http,))
-        keys_at = config.security.ticket_keys
-        self.key_file = KeyFile(keys_at) if keys_at is not None else None
+        key_file = self.security.key_file
         self.directory = DataDirectory(config.data, config.name)
         self.identity = self.directory.identity
         self.lock = threading.Lock()
         self.loops = Loops()
-        self.tickets = node_tickets(self.key_file, self.identity.node_id) if self.key_file is not None else None
-        self.admission = Admission(self.key_file, self.config.bounds)
+        self.tickets = node_tickets(key_file, self.identity.node_id) if key_file is not None else None
+        self.admission = Admission(key_file, self.config.bounds)
         self.channel = ""
         self._private: Path | None = None
         self._ends: list[Callable[[], None]] = [self.directory.close]
@@ -137,10 +135,10 @@ class StorageNode:
         self.commands = Commands(self.state, self.lock, policies, self._eraser(), keys)
         self.unix_path = self._unix_path()
         self.links: list[MasterLink] = []
-        self.sidecar = Sidecar(self.identity, config.masters, keys_at) if config.masters else None
+        self.sidecar = Sidecar(self.identity, config.masters, config.security.ticket_keys) if config.masters else None
         if self.sidecar is not None:
             self._ends.append(self.sidecar.stop)
-        self._watched: list[Callable[[], str]] = [self.key_file.problem] if self.key_file is not None else []
+        self._watched: list[Callable[[], str]] = []
         self.report = NodeReport(
             self.identity, self.state, self.lock, self.loops, self.commands, self.links, self._clients, self._watched
         )

@@ -20,7 +20,7 @@ from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.ssd.base import DeviceState
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.loops import Loops
-from kvstrata.transfer.security.opened import Security
+from kvstrata.transfer.security.opened import OPEN
 from kvstrata.transfer.timings import Timings
 from kvstrata.transfer.traces import trace_facts
 from kvstrata.transfer.versions import RefusedVersions
@@ -96,8 +96,8 @@ class NodeReport:
         #: One-sided transfers, and why there are none.
         self.rails: NodeRails | None = None
         self.no_rails = ""
-        #: Who is let in; None: everybody.
-        self.security: Security | None = None
+        #: Who is let in.
+        self.security = OPEN
         #: What the channel has refused, and why.
         self.channel_counts: Mapping[str, int] = {}
         self._commands = commands
@@ -142,7 +142,7 @@ class NodeReport:
         ]
         watches = [self._commands.problem, *self._watched, *([self.rails.problem] if self.rails is not None else [])]
         watched = [problem for watch in watches if (problem := watch())]
-        return [*self.loops.problems(), *watched, *failed]
+        return [*self.loops.problems(), *watched, *self.security.problems(), *failed]
 
     def health(self) -> dict[str, Any]:
         """For ``/healthz`` and NODE_INFO: JSON-ready."""
@@ -153,8 +153,8 @@ class NodeReport:
         return {
             "healthy": not problems,
             "problems": problems,
-            "warnings": self.security.warnings() if self.security is not None else [],
-            "security": self.security.facts() if self.security is not None else {},
+            "warnings": self.security.warnings(),
+            "security": self.security.facts(),
             "role": "node",
             "node_id": self.identity.node_id,
             "incarnation": self.identity.incarnation,

@@ -253,10 +253,10 @@ def node(tmp_path: Path) -> Iterator[StorageNode]:
 
 
 def test_a_lease_and_a_reservation_outlive_their_ticket_and_nothing_new_begins(node: StorageNode) -> None:
-    assert node.key_file is not None
+    assert node.security.key_file is not None
     ahead = [0.0]
     node.admission._clock = lambda: time.time() + ahead[0]
-    tickets = MintedTickets(node.key_file, Rights("engine", Role.CLIENT, ("*",), ("*",)))
+    tickets = MintedTickets(node.security.key_file, Rights("engine", Role.CLIENT, ("*",), ("*",)))
     connection = Connection.open(node.channel, Identity.new(tickets=tickets), silence_s=5.0)
     spec = Namespace("model/a", SIZE, 16).to_spec()
     opened = connection.call(Kind.OPEN_NAMESPACE, pb.OpenNamespace(spec=spec).SerializeToString())
@@ -296,12 +296,12 @@ def test_a_lease_and_a_reservation_outlive_their_ticket_and_nothing_new_begins(n
 
 
 def test_the_ids_of_another_session_are_worth_nothing(node: StorageNode) -> None:
-    assert node.key_file is not None
+    assert node.security.key_file is not None
     session = os.urandom(16)
     mine, other, theirs = (
         Connection.open(
             node.channel,
-            Identity(each, tickets=MintedTickets(node.key_file, Rights(name, Role.CLIENT, ("*",), ("*",)))),
+            Identity(each, tickets=MintedTickets(node.security.key_file, Rights(name, Role.CLIENT, ("*",), ("*",)))),
             silence_s=5.0,
         )
         for name, each in (("engine-a", session), ("engine-b", os.urandom(16)), ("engine-b", session))
