@@ -28,8 +28,9 @@ class Asked(msgspec.Struct):
 
     def pace(self, *, others: bool) -> None:
         """Begin an attempt: it has all the time that is left, or half of it when ``others`` could still serve."""
-        now = time.monotonic()
-        self.attempt_deadline = now + (self.deadline - now) / 2 if others and now < self.deadline else self.deadline
+        self.attempt_deadline = self.deadline
+        if others and (now := time.monotonic()) < self.deadline:
+            self.attempt_deadline = now + (self.deadline - now) / 2
 
     def named(self, positions: Positions) -> Named:
         """Some of the call's blocks, by name alone."""

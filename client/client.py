@@ -292,7 +292,7 @@ class Client:
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = check_blocks(namespace, packed, blocks, into=True)
         blocks = self._memory.ordered(blocks)
-        ends = checked_parts(namespace, parts, landed)
+        ends = checked_parts(namespace, parts, landed) if len(parts) or landed is not None else ()
         ranges = LandedRanges(count, ends, landed) if landed is not None else None
         return self._load(namespace, cache_salt, packed, blocks, started, ranges)
 
@@ -328,6 +328,10 @@ class Client:
         if not len(blocks):
             return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
         self._check_usable()
+        if not TRACING.on:
+            result = self._read(namespace, salt, packed, blocks, started, ranges)
+            self._counters.timings.add("load", result.seconds)
+            return result
         with TRACING.span("kvstrata.load") as span:
             result = self._read(namespace, salt, packed, blocks, started, ranges)
             if span.recording:

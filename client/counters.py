@@ -12,6 +12,7 @@ from kvstrata.transfer.timings import Timings
 #: Calls of which seconds are kept.
 TIMED = ("lookup", "load", "store")
 _TIERS = tuple((tier.name.lower(), bytes((tier,))) for tier in Tier)
+_TIER_OF_ONE = {code: name for name, code in _TIERS}
 
 
 class Counters:
@@ -42,7 +43,11 @@ class Counters:
     def _found(self, kind: str, tiers: bytes) -> None:
         counter = self._hits.get(kind)
         if counter is None:
-            counter = self._hits[kind] = Counter()
+            counter = self._hits[kind] = Counter({name: 0 for name, _ in _TIERS})
+        if len(tiers) == 1:
+            if (tier := _TIER_OF_ONE.get(tiers)) is not None:
+                counter[tier] += 1
+            return
         for name, code in _TIERS:
             counter[name] += tiers.count(code)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
 from kvstrata.client.locations import Located, Placed, decode_lookup, decode_place, join_located, join_placed
-from kvstrata.client.masters import Masters
+from kvstrata.client.masters import Master, Masters
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.plan import pieces_of
 from kvstrata.client.results import RemoveResult
@@ -32,7 +32,6 @@ AVOID_MAX: Final = 64
 REPORT_S: Final = 0.1
 
 M = TypeVar("M", bound=Message)
-R = TypeVar("R")
 
 
 class Directory:
@@ -86,30 +85,29 @@ class Directory:
         A master that is still being told what the nodes hold is asked last.
         Raises :class:`Unavailable` (:class:`Late` when time ran out), or the refusal of the call."""
 
-        ids, incarnations = [node.node_id for node in avoid], [node.incarnation for node in avoid]
-
         def ask(piece: bytes) -> Located:
+            message = pb.Lookup(salt=salt, hashes=piece, request=request)
+            if avoid:
+                message.avoid.extend(node.node_id for node in avoid)
+                message.avoid_incarnation.extend(node.incarnation for node in avoid)
+            if TRACING.on:
+                message.trace = TRACING.here()
+
             def build(handle: int) -> Message:
-                return pb.Lookup(
-                    ns=handle,
-                    salt=salt,
-                    hashes=piece,
-                    epoch=namespace.epoch,
-                    request=request,
-                    avoid=ids,
-                    avoid_incarnation=incarnations,
-                    trace=TRACING.here(),
-                )
+                message.ns, message.epoch = handle, namespace.epoch
+                return message
 
-            count = len(piece) // namespace.hash_bytes
-            decode = _decoder(pb.LookupOk, lambda reply: decode_lookup(reply, count))
-            return self.masters.any(
-                lambda master: decode(master.ask(namespace, deadline, Kind.LOOKUP, build)),
-                lambda located: not located.not_yet,
-            )
+            def located(master: Master) -> Located:
+                reply = _decoded(pb.LookupOk, master.ask(namespace, deadline, Kind.LOOKUP, build))
+                return decode_lookup(reply, len(piece) // namespace.hash_bytes)
 
+            return self.masters.any(located, _knows)
+
+        pieces = _split(packed, namespace.hash_bytes)
+        if not TRACING.on:
+            return ask(pieces[0]) if len(pieces) == 1 else join_located([ask(piece) for piece in pieces])
         with TRACING.span("kvstrata.directory.lookup", kind=SpanKind.CLIENT):
-            return join_located([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
+            return join_located([ask(piece) for piece in pieces])
 
     def place(
         self,
@@ -136,11 +134,11 @@ class Directory:
                     trace=TRACING.here(),
                 )
 
-            count = len(piece) // namespace.hash_bytes
-            decode = _decoder(pb.PlaceOk, lambda reply: decode_place(reply, count))
-            return self.masters.leading(
-                lambda master: decode(master.ask(namespace, deadline, Kind.PLACE, build)),
-            )
+            def placed(master: Master) -> Placed:
+                reply = _decoded(pb.PlaceOk, master.ask(namespace, deadline, Kind.PLACE, build))
+                return decode_place(reply, len(piece) // namespace.hash_bytes)
+
+            return self.masters.leading(placed)
 
         with TRACING.span("kvstrata.directory.place", kind=SpanKind.CLIENT):
             return join_placed([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
@@ -152,8 +150,9 @@ class Directory:
             def build(handle: int) -> Message:
                 return pb.Remove(ns=handle, salt=salt, hashes=piece, deadline_ms=left_ms)
 
-            decode = _decoder(pb.RemoveOk, lambda reply: reply)
-            return self.masters.leading(lambda master: decode(master.ask(namespace, deadline, Kind.REMOVE, build)))
+            return self.masters.leading(
+                lambda master: _decoded(pb.RemoveOk, master.ask(namespace, deadline, Kind.REMOVE, build))
+            )
 
         replies = [ask(piece) for piece in _split(packed, namespace.hash_bytes)]
         unreached = {node for reply in replies for node in reply.unreached}
@@ -201,15 +200,15 @@ class Directory:
         self.masters.close()
 
 
-def _decoder(message: type[M], decode: Callable[[M], R]) -> Callable[[bytes], R]:
-    def run(data: bytes) -> R:
-        try:
-            reply = message.FromString(data)
-        except Exception as error:
-            raise ProtocolError(f"a {message.__name__} that does not decode") from error
-        return decode(reply)
+def _decoded(message: type[M], data: bytes) -> M:
+    try:
+        return message.FromString(data)
+    except Exception as error:
+        raise ProtocolError(f"a {message.__name__} that does not decode") from error
 
-    return run
+
+def _knows(located: Located) -> bool:
+    return not located.not_yet
 
 
 def _split(packed: bytes, hash_bytes: int) -> list[bytes]:

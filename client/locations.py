@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvstrata.transfer.base import Endpoint
 
 U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
+S = TypeVar("S", bound=np.generic)
 
 NODES_MAX: Final = ((1 << 16) - 1) // 4
 #: Tenants whose last answers are kept, and answers for each.
@@ -41,12 +42,15 @@ class Located(msgspec.Struct, frozen=True):
     shard_hit_blocks: int
     not_yet: bool = False
     replicas: int = 0
+    code: int | None = None  #: that of all blocks, where it is known that they have the same
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def tiers(self) -> U8:
         """u8[n]; ``NO_TIER`` where absent."""
+        if self.code is not None:
+            return filled(len(self.codes), (self.code - 1) & 3 if self.code else NO_TIER, np.uint8)
         return np.where(self.codes == 0, NO_TIER, (self.codes - 1) & 3).astype(np.uint8)
 
 
@@ -72,18 +76,23 @@ class Hint(NamedTuple):
 def decode_lookup(reply: pb.LookupOk, count: int) -> Located:
     """Arrays of a lookup's answer for ``count`` blocks; raises :class:`ProtocolError` when it does not add up."""
     nodes = _endpoints(reply.nodes)
-    codes = _expand(_array(reply.run_code, np.uint16), _array(reply.run_length, np.uint32), count)
-    _check_codes(codes, nodes)
-    if reply.present:
-        if len(reply.present) * 8 < count:
-            raise ProtocolError(f"a presence mask of {len(reply.present)} bytes for {count} blocks")
-        bits = np.frombuffer(reply.present, np.uint8)
-        present = np.unpackbits(bits, count=count, bitorder="little").view(bool)
+    code = _only_code(reply.run_code, reply.run_length, count)
+    if code is not None:
+        codes = filled(count, code, np.uint16)
     else:
-        present = codes != 0
-    if reply.hit_blocks > count or reply.shard_hit_blocks > count:
-        raise ProtocolError(f"a hit of {max(reply.hit_blocks, reply.shard_hit_blocks)} blocks of {count}")
-    return Located(codes, nodes, present, reply.hit_blocks, reply.shard_hit_blocks, reply.not_yet, reply.replicas)
+        codes = _expand(_array(reply.run_code, np.uint16), _array(reply.run_length, np.uint32), count)
+    _check_codes(code if code is not None else int(codes.max(initial=0)), nodes)
+    bits = reply.present
+    if bits:
+        if len(bits) * 8 < count:
+            raise ProtocolError(f"a presence mask of {len(bits)} bytes for {count} blocks")
+        present = np.unpackbits(np.frombuffer(bits, np.uint8), count=count, bitorder="little").view(bool)
+    else:
+        present = codes != 0 if code is None else filled(count, code != 0, np.bool_)
+    hit_blocks, shard_hit_blocks = reply.hit_blocks, reply.shard_hit_blocks
+    if hit_blocks > count or shard_hit_blocks > count:
+        raise ProtocolError(f"a hit of {max(hit_blocks, shard_hit_blocks)} blocks of {count}")
+    return Located(codes, nodes, present, hit_blocks, shard_hit_blocks, reply.not_yet, reply.replicas, code)
 
 
 def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
@@ -91,7 +100,7 @@ def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
     nodes = _endpoints(reply.nodes)
     lengths = _array(reply.run_length, np.uint32)
     codes = _expand(_array(reply.run_code, np.uint16), lengths, count)
-    _check_codes(codes, nodes)
+    _check_codes(int(codes.max(initial=0)), nodes)
     return Placed(codes, _expand(_array(reply.run_state, np.uint8), lengths, count), nodes)
 
 
@@ -130,9 +139,23 @@ def _expand(
     return np.repeat(values, lengths)
 
 
-def _check_codes(codes: U16, nodes: Sequence[Endpoint]) -> None:
-    if len(codes) and int(codes.max()) > 4 * len(nodes):
-        raise ProtocolError(f"location code {int(codes.max())} names none of the {len(nodes)} nodes")
+def _only_code(run_code: bytes, run_length: bytes, count: int) -> int | None:
+    """The code of all ``count`` blocks where the answer is one run of them, which it most often is; else None."""
+    if len(run_code) != 2 or len(run_length) != 4 or int.from_bytes(run_length, "little") != count:
+        return None
+    return int.from_bytes(run_code, "little")
+
+
+def filled(count: int, value: int, kind: type[S]) -> npt.NDArray[S]:
+    """``np.full`` in a fraction of its time: most calls are of few blocks."""
+    array = np.empty(count, kind)
+    array.fill(value)
+    return array
+
+
+def _check_codes(greatest: int, nodes: Sequence[Endpoint]) -> None:
+    if greatest > 4 * len(nodes):
+        raise ProtocolError(f"location code {greatest} names none of the {len(nodes)} nodes")
 
 
 def _endpoints(nodes: Iterable[pb.NodeRef]) -> tuple[Endpoint, ...]:
@@ -225,7 +248,7 @@ class RecentLocations:
         with self._lock:
             known = self._tenants.pop(key, [])
             hint = Hint(codes, nodes, replicas)
-            if not stored and not codes.all():
+            if not stored and not (codes.item() if len(codes) == 1 else codes.all()):
                 hint = _with_own_stores(hint, packed, [a for a in known if a.news_until > now], namespace.hash_bytes)
             kept = [a for a in known if a.packed != packed or (not stored and a.news_until > now)]
             answer = _Answer(packed, hint, now + NEWS_S if stored else 0.0)

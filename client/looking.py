@@ -31,6 +31,10 @@ class Looker:
         self, namespace: PoolNamespace, salt: str, packed: bytes, started: float, deadline: float, request: str = ""
     ) -> Lookup:
         """Raises only refusals of the whole call; a directory that cannot be asked is a result."""
+        if not TRACING.on:
+            found = self.locate(namespace, salt, packed, started, deadline, request)[0]
+            self._counters.timings.add("lookup", found.seconds, "", request)
+            return found
         with TRACING.span("kvstrata.lookup") as span:
             found = self.locate(namespace, salt, packed, started, deadline, request)[0]
             if span.recording:
@@ -56,7 +60,8 @@ class Looker:
             codes, nodes, replicas = located.codes, located.nodes, located.replicas
             self._recent.remember(namespace, salt, packed, codes, nodes, epoch=namespace.epoch, replicas=replicas)
             found = _answered(located, time.monotonic() - started)
-        self._counters.add("lookup", found.reasons, tiers=found.tiers[found.present].tobytes())
+        shown = found.tiers if found.reasons.get("present") == count else found.tiers[found.present]
+        self._counters.add("lookup", found.reasons, tiers=shown.tobytes())
         return found, located
 
 
@@ -70,8 +75,10 @@ def _unanswered(count: int, reason: str, seconds: float) -> Lookup:
 
 
 def _answered(located: Located, seconds: float) -> Lookup:
-    count, present = len(located), int(np.count_nonzero(located.present))
-    absent = "not_yet" if located.not_yet else "missing"
-    reasons = {name: n for name, n in (("present", present), (absent, count - present)) if n}
+    count = len(located.codes)
+    present = located.present.tobytes().count(1)
+    reasons = {"present": present} if present else {}
+    if present < count:
+        reasons["not_yet" if located.not_yet else "missing"] = count - present
     hit = None if located.not_yet else located.hit_blocks
     return Lookup(hit, located.present, located.tiers(), reasons, located.shard_hit_blocks, True, seconds)

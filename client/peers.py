@@ -50,7 +50,7 @@ class Peers:
     def get(self, endpoint: Endpoint) -> Peer | None:
         """The peer of exactly this incarnation, made when new; None when it is gone or out of reach."""
         known = self._known.get(endpoint.node_id)
-        if known is not None and known.endpoint == endpoint:
+        if known is not None and (known.endpoint is endpoint or known.endpoint == endpoint):
             return known.peer
         return self._learn(endpoint)
 

@@ -73,6 +73,10 @@ class LoadResult(msgspec.Struct, frozen=True):
     def of(
         cls, status: Codes, tiers: Codes, seconds: float, bytes_moved: int, pending: tuple[Landing, ...] = ()
     ) -> LoadResult:
+        if len(status) == 1:
+            code = status.item()
+            reasons = {_NAMES.get(code) or f"status_{code}": 1}
+            return cls(np.array((code == _LOADED,)), status, reasons, tiers, seconds, bytes_moved, pending)
         return cls(status == _LOADED, status, reasons_of(status), tiers, seconds, bytes_moved, pending)
 
     def settled(self, deadline: float | None = None) -> bool:

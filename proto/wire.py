@@ -118,4 +118,4 @@ def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
         raise ProtocolError(f"message of {message_bytes} bytes: the bound is {MESSAGE_BYTES_MAX}")
     if raw_bytes > RAW_BYTES_MAX or (raw_bytes and kind not in WITH_RAW):
         raise ProtocolError(f"{raw_bytes} raw bytes after a frame of kind {kind} are not allowed")
-    return Header(kind, request, message_bytes, raw_bytes)
+    return tuple.__new__(Header, (kind, request, message_bytes, raw_bytes))  # a fraction of a named tuple's own call

@@ -222,10 +222,11 @@ class Channel:
         return connection, False
 
     def _checkin(self, connection: Connection) -> None:
-        keep = not (connection.broken or connection.stream.raw_left or self._closed)
-        self._give_back(connection if keep else None)
-        if not keep:
+        if connection.broken or connection.stream.raw_left or self._closed:
+            self._give_back(None)
             connection.close()
+        else:
+            self._give_back(connection)
 
     def _give_back(self, connection: Connection | None) -> None:
         with self._lock:

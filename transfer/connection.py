@@ -36,6 +36,8 @@ SILENCE_S: Final = 0.22
 CONNECT_S: Final = 0.22
 #: An answer is polled for this long before the thread sleeps: waking up costs more than most answers take.
 SPIN_S: Final = 50e-6
+#: Where answers take longer than that, or the peer has no core of its own, so many calls go by between two attempts.
+UNPOLLED_MAX: Final = 63
 
 _FAILURE: Final = int(wire.Kind.FAILURE)
 
@@ -65,6 +67,8 @@ class Connection:
         self.ticket: pb.Ticket | None = None  #: the one that was proved last
         self.greeting = b""  #: both hellos: what is proved is about them
         self._request = 0
+        self._vain = 0  #: calls that the last poll in vain kept from being polled for
+        self._calls_unpolled = 0
         _open_connections.add(self)
 
     @classmethod
@@ -198,7 +202,7 @@ class Connection:
             if meanwhile is not None:
                 meanwhile()
             elif self.spins and not raw:
-                self.stream.spin(SPIN_S)
+                self._spin()
             frame = self.stream.receive(deadline)
             if frame.request == self._request and frame.kind != _FAILURE:
                 return frame
@@ -208,6 +212,17 @@ class Connection:
         except (Disconnected, Silent, Late, ProtocolError):
             self.broken = True
             raise
+
+    def _spin(self) -> None:
+        """Poll for the answer, unless that was in vain lately: then ever less often, and soon again where it pays."""
+        if self._calls_unpolled:
+            self._calls_unpolled -= 1
+            return
+        if self.stream.spin(SPIN_S):
+            self._vain = 0
+        else:
+            self._vain = min(2 * self._vain + 1, UNPOLLED_MAX)
+            self._calls_unpolled = self._vain
 
     def tell(self, kind: int, message: bytes) -> None:
         """Send a one-way frame."""

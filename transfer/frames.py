@@ -183,20 +183,20 @@ class FrameStream:
                 deadline = time.monotonic() + within_s
             message = self._take(message_bytes, deadline)
         self.raw_left = raw_bytes
-        return Frame(kind, request, message, raw_bytes)
+        return tuple.__new__(Frame, (kind, request, message, raw_bytes))  # a fraction of a named tuple's own call
 
-    def spin(self, spin_s: float) -> None:
-        """Poll for the first bytes of an answer for at most ``spin_s``; reads what is there."""
+    def spin(self, spin_s: float) -> bool:
+        """Poll for the first bytes of an answer for at most ``spin_s``; reads what is there. False: nothing was."""
         if self._end > self._start:
-            return
+            return True
         until = time.perf_counter() + spin_s
         while True:
             try:
                 self._start, self._end = 0, self.sock.recv_into(self._view, 0, socket.MSG_DONTWAIT)
-                return
+                return True
             except BlockingIOError:
                 if time.perf_counter() > until:
-                    return
+                    return False
             except OSError as error:
                 raise _lost(error) from error
 

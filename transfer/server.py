@@ -188,9 +188,10 @@ class ChannelServer:
 
     def _serve_one(self, connection: ServerConnection) -> None:
         frame = self._next_frame(connection)
-        session = connection.owner
+        stream, session, account = connection.stream, connection.session, connection.account
+        assert session is not None and account is not None
         session.requests += 1
-        connection.busy_since = session.used_at = time.monotonic()
+        now = connection.busy_since = session.used_at = time.monotonic()
         if self._dozing:
             self._rouse()
         reply: Reply | None = None
@@ -198,13 +199,13 @@ class ChannelServer:
             handler = self._handlers.get(frame.kind)
             if handler is None:
                 raise ProtocolError(f"frame kind {frame.kind} has no meaning here")
-            self._admit(connection, frame.kind)
+            self._admission.admit(connection.rights, account, frame.kind, now, connection.signature)
             reply = handler(connection, frame)
-            if connection.stream.raw_left:
-                connection.stream.skip_raw(time.monotonic() + STALL_S)
+            if stream.raw_left:
+                stream.skip_raw(time.monotonic() + STALL_S)
             connection.busy_since = None
             if reply is not None:
-                connection.stream.send(reply.kind, frame.request, reply.message, reply.raw, reply.fds)
+                stream.send(reply.kind, frame.request, reply.message, reply.raw, reply.fds)
         except (ProtocolError, Unavailable, Silence):
             raise
         except KVError as error:
@@ -216,14 +217,10 @@ class ChannelServer:
             self._fail(connection, frame, KVError(f"internal error: {type(error).__name__}: {error}"))
         finally:
             connection.busy_since = None
-            connection.stream.close_fds()  # descriptors that no handler asked for
+            if stream.fds:
+                stream.close_fds()  # no handler asked for them
             if reply is not None and reply.after is not None:
                 reply.after()
-
-    def _admit(self, connection: ServerConnection, kind: int) -> None:
-        assert connection.account is not None and connection.busy_since is not None
-        account, signature = connection.account, connection.signature
-        self._admission.admit(connection.rights, account, kind, connection.busy_since, signature)
 
     def _prove(self, connection: ServerConnection, frame: Frame) -> Reply:
         return Reply(wire.Kind.PROVE_OK, self._greeter.renew(connection, frame.message))

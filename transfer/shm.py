@@ -34,6 +34,8 @@ from kvstrata.transfer.tracing import TRACING
 from kvstrata.transfer.views import ShmLease
 
 _LOADED = int(BlockStatus.LOADED)
+_CORRUPT = int(BlockStatus.CORRUPT)
+_LEASE_LOST = int(BlockStatus.LEASE_LOST)
 _ONE_LOADED = bytes([_LOADED])
 
 
@@ -85,9 +87,9 @@ class ShmPeer:
     # ------------------------------------------------------------------ reading
 
     def fetch(self, request: Fetch) -> Fetched:
-        count = len(request.blocks)
+        count, pieces, _ = request.blocks.table.shape
         plain = self.tamper is None and not request.parts and not (TRACING.on and TRACING.trace_id())
-        if count == 1 and request.blocks.pieces == 1 and plain:
+        if count == 1 and pieces == 1 and plain:
             return self._fetch_one(request)
         status, tier = undecided(count), np.zeros(count, np.uint8)
         sequence = 0
@@ -116,17 +118,18 @@ class ShmPeer:
                 slab.check(slot, offset, blocks.block_bytes)
                 start = blocks.table.item(0, 0, 0)
                 copy_one(start + blocks.region.address, slab.address + offset, blocks.block_bytes)
-                verdict = BlockStatus.LOADED
-                if self._sampler.choose(1, request.verify) and block_checksum(blocks, 0) != checksum:
-                    verdict = BlockStatus.CORRUPT
+                verdict = _LOADED
+                if self._sampler.chooses_one(request.verify) and block_checksum(blocks, 0) != checksum:
+                    verdict = _CORRUPT
                 late = time.monotonic() > sent + reply.lease_ms / 1e3 - LEASE_MARGIN_S
                 if late or slab.generations[slot] != generation:
-                    verdict = BlockStatus.LEASE_LOST
+                    verdict = _LEASE_LOST
             finally:
                 self.link.give_back(reply.lease)
-            moved = blocks.block_bytes if verdict is BlockStatus.LOADED else 0
-            tier = np.array((reply.tier[0],), np.uint8)
-            return Fetched(np.array((verdict,), np.uint8), tier, reply.delta_seq, moved)
+            moved = blocks.block_bytes if verdict == _LOADED else 0
+            status, tier = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+            status[0], tier[0] = verdict, reply.tier[0]
+            return Fetched(status, tier, reply.delta_seq, moved)
         except KVError as error:
             status = undecided(1)
             settle(status, error)

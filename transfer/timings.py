@@ -52,8 +52,7 @@ class Timings:
         with self._lock:
             histogram.counts[bucket] += 1
             histogram.total += seconds
-            labels = exemplar_of(trace_id, request)
-            if labels is not None:
+            if (trace_id or request) and (labels := exemplar_of(trace_id, request)) is not None:
                 histogram.exemplars[bucket] = labels, seconds
 
     def absorb(self, other: Timings) -> None:

@@ -29,8 +29,8 @@ from kvstrata.proto.errors import (
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer import server as server_module
 from kvstrata.transfer.channel import Channel
-from kvstrata.transfer.connection import Connection
-from kvstrata.transfer.frames import Disconnected, Frame, Late, Silent
+from kvstrata.transfer.connection import UNPOLLED_MAX, Connection
+from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silent
 from kvstrata.transfer.identity import Identity, parse_address
 from kvstrata.transfer.server import Reply
 from kvstrata.transfer.sessions import ServerConnection
@@ -114,6 +114,37 @@ def test_errors_travel_by_name_and_leave_the_connection_usable(serve: Serve, me:
     assert running.server.counts["handler_errors"] == 1
     assert channel.call(Kind.PING, b"", soon()).kind == Kind.PONG and channel.breaker.closed
     channel.close()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_answers_are_polled_for_where_that_pays(
+    serve: Serve, me: Identity, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls = 0
+
+    def spin(_: FrameStream, __: float) -> bool:
+        nonlocal polls
+        polls += 1
+        return pays
+
+    monkeypatch.setattr(FrameStream, "spin", spin)
+    connection = Connection.open(serve().address, me)
+    connection.spins = True
+    polls, calls = 0, 300
+    for number in range(calls):
+        assert connection.call(Kind.PING, b"%d" % number, soon()).message == b"%d" % number
+    if pays:
+        assert polls == calls
+    else:
+        assert calls // (UNPOLLED_MAX + 1) <= polls < 20, "each in vain keeps a core busy"
+        pays = True
+        for _ in range(UNPOLLED_MAX + 1):
+            connection.call(Kind.PING, b"", soon())
+        polls = 0
+        connection.call(Kind.PING, b"", soon())
+        connection.call(Kind.PING, b"", soon())
+        assert polls == 2, "and it is tried again"
+    connection.close()
 
 
 def test_progress_keeps_a_slow_answer_alive(serve: Serve, me: Identity) -> None:
