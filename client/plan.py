@@ -15,6 +15,7 @@ from kvstrata.proto.wire import MESSAGE_BYTES_MAX
 
 _NEW: Final = int(PlaceState.NEW)
 _PRESENT: Final = int(PlaceState.PRESENT)
+_SENT: Final = bytes((_NEW, _PRESENT))
 
 Positions = npt.NDArray[np.int64]
 Where = slice | Positions
@@ -96,11 +97,13 @@ def stripes(codes: npt.NDArray[np.uint16], states: npt.NDArray[np.uint8], limit:
     Runs are cut wherever the node changes, so that a position's index in its chain is its run's first
     plus its offset. Blocks in flight elsewhere, or placed nowhere, are in no run.
     """
+    count = len(codes)
+    packed = codes.tobytes()
+    if codes.any() and packed == packed[: codes.itemsize] * count and not states.tobytes().translate(None, _SENT):
+        node = (codes.item(0) - 1) >> 2  # most often, and always of one block
+        return [[Part(node, slice(low, min(low + limit, count))) for low in range(0, count, limit)]]
     sends = (codes != 0) & ((states == _NEW) | (states == _PRESENT))
     nodes = np.where(sends, (codes.astype(np.int64) - 1) >> 2, -1)
-    if len(nodes) and nodes[0] >= 0 and (nodes == nodes[0]).all():  # most often, and always of one block
-        node, count = int(nodes[0]), len(nodes)
-        return [[Part(node, slice(low, min(low + limit, count))) for low in range(0, count, limit)]]
     edges = np.flatnonzero(np.diff(nodes)) + 1
     out: dict[int, list[Part]] = {}
     for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(nodes)], strict=True):

@@ -40,6 +40,10 @@ _REFUSED: Final = int(BlockStatus.REFUSED)
 #: What placement says: another writer stores it, nobody has room.
 _AT_OTHERS: Final = int(PlaceState.IN_FLIGHT)
 _NOWHERE: Final = int(PlaceState.NOWHERE)
+#: Values of bytes that ``bytes.translate`` is to leave out: what is left of the rest says whether there is any.
+_HELD: Final = bytes((_STORED, _PRESENT))
+_NOT_REFUSED: Final = bytes((_STORED, _PRESENT, _IN_FLIGHT))
+_SENT: Final = bytes((int(PlaceState.NEW), int(PlaceState.PRESENT)))
 #: Statuses after which another node may take the block: by value.
 _ELSEWHERE: Final = np.zeros(256, bool)
 _ELSEWHERE[[_REFUSED, _NODE_LOST]] = True
@@ -97,24 +101,32 @@ class Writer:
         if placed is None:
             return 0
         states = self._states(offered, placed)
-        status[states == _AT_OTHERS] = _IN_FLIGHT
-        nowhere = (states == _NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
-        if nowhere.any():
-            status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
+        nowhere = None
+        if states.tobytes().translate(None, _SENT) or not placed.codes.all():
+            status[states == _AT_OTHERS] = _IN_FLIGHT
+            nowhere = (states == _NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
+            if nowhere.any():
+                status[nowhere] = BlockStatus.FULL if self._any_node(placed) else BlockStatus.NODE_LOST
         moved, where = self._send(offered, placed, states, status, durable), Hint(placed.codes, placed.nodes)
-        refused = _ELSEWHERE[status] & ~nowhere
+        if not status.tobytes().translate(None, _HELD):
+            self._remember(offered, where)
+            return moved
+        refused = _ELSEWHERE[status] if nowhere is None else _ELSEWHERE[status] & ~nowhere
         if refused.any() and time.monotonic() < offered.deadline:
             more, where = self._elsewhere(offered, where, refused, status, durable)
             moved += more
         status[status == _UNKNOWN] = _REFUSED  # a state this version does not know
         held = (status == _STORED) | (status == _PRESENT)
         if held.any():
-            codes = np.where(held, where.codes, 0).astype(np.uint16)
-            namespace = offered.namespace
-            self._recent.remember(
-                namespace, offered.salt, offered.hashes, codes, where.nodes, epoch=namespace.epoch, stored=True
-            )
+            self._remember(offered, Hint(np.where(held, where.codes, 0).astype(np.uint16), where.nodes))
         return moved
+
+    def _remember(self, offered: Offered, held: Hint) -> None:
+        """Where blocks of the call are now."""
+        namespace = offered.namespace
+        self._recent.remember(
+            namespace, offered.salt, offered.hashes, held.codes, held.nodes, epoch=namespace.epoch, stored=True
+        )
 
     def _send(
         self,
@@ -171,8 +183,8 @@ class Writer:
     def _states(self, offered: Offered, placed: Placed) -> npt.NDArray[np.uint8]:
         """The master's word, but what this client just stored itself is there, not in another writer's flight:
         the directory has not heard of it yet."""
-        in_flight = placed.states == _AT_OTHERS
-        if in_flight.any():
+        if _AT_OTHERS in placed.states.tobytes():
+            in_flight = placed.states == _AT_OTHERS
             namespace = offered.namespace
             hint = self._recent.find(namespace, offered.salt, offered.hashes, epoch=namespace.epoch)
             if hint is not None:
@@ -194,9 +206,12 @@ class Writer:
                 status[run.where] = BlockStatus.NODE_LOST
                 continue
             moved += self._push_all(peer, offered, run.where, status, durable)
-            if (status[run.where] == _NODE_LOST).any():
+            ended = status[run.where]
+            if not ended.tobytes().translate(None, _NOT_REFUSED):
+                continue
+            if (ended == _NODE_LOST).any():
                 self._peers.lose(node)
-            self._report_refused(offered, node, run.where, status[run.where])
+            self._report_refused(offered, node, run.where, ended)
         return moved
 
     def _report_refused(self, offered: Offered, node: Endpoint, run: slice, status: npt.NDArray[np.uint8]) -> None:
@@ -227,11 +242,12 @@ class Writer:
     def _push(self, peer: Peer, offered: Offered, run: slice) -> Pushed:
         width = offered.namespace.hash_bytes
         first: int = run.start
+        whole = run.stop - first == len(offered.blocks)
         push = Push(
             namespace=offered.namespace,
             salt=offered.salt,
-            hashes=gather(offered.hashes, width, run),
-            blocks=offered.blocks[run],
+            hashes=offered.hashes if whole else gather(offered.hashes, width, run),
+            blocks=offered.blocks if whole else offered.blocks[run],
             deadline=offered.deadline,
             parent=offered.hashes[(first - 1) * width : first * width] if first else offered.parent,
             first_index=offered.first_index + first,
@@ -250,7 +266,8 @@ class Writer:
 
 def _left_out(run: slice, pushed: Pushed) -> slice | None:
     """From the first block that found no room on, if others of the call have become durable."""
-    if pushed.durable is None or not pushed.durable[pushed.status == _STORED].any():
+    durable = pushed.durable
+    if durable is None or not durable.any() or not durable[pushed.status == _STORED].any():
         return None
     refused = np.flatnonzero((pushed.status == _FULL) | (pushed.status == _QUOTA))
     return slice(run.start + int(refused[0]), run.stop) if refused.size else None

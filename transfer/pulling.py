@@ -51,9 +51,9 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
         reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
     status[:] = statuses(reply.status, len(status), BlockStatus.REFUSED)
     durable[:] = flags(reply.durable, len(status))
-    granted = np.flatnonzero(status == _RESERVED)
-    if not len(granted):
+    if _RESERVED not in reply.status:
         return
+    granted = np.flatnonzero(status == _RESERVED)
     if hash_here:
         own = np.zeros(len(granted), np.uint64)
     else:  # a node may grant a pull that was to commit at once, too
