@@ -1,0 +1,93 @@
+"""Calls of few blocks go another way than those of many: both say the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.master import metrics as metrics_module
+from kvstrata.master import placement as placement_module
+from kvstrata.master import replies as replies_module
+from kvstrata.master.content.lookups import NO_REASONS, LookedUp
+from kvstrata.master.directory import table as table_module
+from kvstrata.master.directory.directory import Found
+from kvstrata.master.directory.probing import FEW
+from kvstrata.master.messages import NodeFacts
+from kvstrata.master.metrics import Metrics
+from kvstrata.master.placement import INTENT_S, Candidate, Placed, Placement
+from kvstrata.master.replies import lookup_ok, place_ok
+
+SCOPE = np.array([[3, 9]], dtype=np.uint64)
+SLOTS = 4
+NODES = {slot: NodeFacts(f"n{slot}", 1, channel=f"h:{slot}", unix_path=f"/run/{slot}") for slot in range(SLOTS)}
+CODES = st.integers(0, 4 * SLOTS)
+CALLS = st.tuples(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0, 0, 0, 2, 7])), max_size=FEW),  # a hash, and where it is
+    st.integers(0, 2),  # the writer
+    st.sets(st.integers(0, SLOTS - 1)),  # active nodes
+    st.sampled_from([0.0, 0.4, INTENT_S / 2, INTENT_S, 2 * INTENT_S]),  # seconds since the call before
+    st.booleans(),  # whether what was placed arrives
+)
+
+
+@contextmanager
+def as_many(*modules: ModuleType) -> Iterator[None]:
+    """However few blocks there are, they go the way of many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "FEW", -1)
+        yield
+
+
+@given(calls=st.lists(CALLS, max_size=12), seed=st.integers(0, 100))
+def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float, bool]], seed: int) -> None:
+    few, many = Placement(random.Random(seed)), Placement(random.Random(seed))
+    now = 1000.0
+    for blocks, writer, slots, elapsed, arrives in calls:
+        now += elapsed
+        keys = np.array([(number, number * 7) for number, _ in blocks], dtype=np.uint64).reshape(-1, 2)
+        present = np.array([code for _, code in blocks], dtype=np.uint16)
+        candidates = [Candidate(slot, f"host{slot % 2}", 50 + slot, 100) for slot in sorted(slots)]
+        given_few = few.place(keys, SCOPE, present, candidates, "host1", now, writer)
+        with as_many(placement_module, table_module):
+            given_many = many.place(keys, SCOPE, present, candidates, "host1", now, writer)
+            new = dict(given_many.new_blocks())
+        assert given_few.codes.tolist() == given_many.codes.tolist()
+        assert given_few.states.tolist() == given_many.states.tolist()
+        assert dict(given_few.new_blocks()) == new
+        assert few.in_flight(keys, SCOPE, slots, now).tolist() == many.in_flight(keys, SCOPE, slots, now).tolist()
+        if arrives:
+            few.fulfilled(keys, SCOPE)
+            many.fulfilled(keys, SCOPE)
+        assert few.intents == many.intents
+        few.check()
+
+
+@given(codes=st.lists(CODES, max_size=FEW), states=st.lists(st.integers(0, 3), min_size=FEW, max_size=FEW))
+def test_answers(codes: list[int], states: list[int]) -> None:
+    array = np.array(codes, dtype=np.uint16)
+    found = Found(array, array != 0, 0, 0, np.zeros(len(codes), dtype=np.uint32))
+    placed = Placed(array, np.array(states[: len(codes)], dtype=np.uint8))
+    answer = LookedUp(found, False, NO_REASONS)
+    few = lookup_ok(answer, 1, NODES), place_ok(placed, NODES)
+    with as_many(replies_module):
+        assert few == (lookup_ok(answer, 1, NODES), place_ok(placed, NODES))
+
+
+@given(codes=st.lists(CODES, max_size=FEW))
+def test_counters(codes: list[int]) -> None:
+    array = np.array(codes, dtype=np.uint16)
+    reasons = np.array([1] * codes.count(0), dtype=np.uint8)
+    answer = LookedUp(Found(array, array != 0, 0, 0, np.zeros(len(codes), dtype=np.uint32)), False, reasons)
+    few, many = Metrics(), Metrics()
+    few.looked_up(answer, 0.001)
+    with as_many(metrics_module):
+        many.looked_up(answer, 0.001)
+    assert few.counted() == many.counted()
