@@ -13,6 +13,7 @@ from typing import Final
 
 from kvstrata.proto.errors import Busy, FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import Namespace
+from kvstrata.transfer.security.rates import count_opened
 
 GROUPS_MAX: Final = 4096
 HANDLES_MAX: Final = 1 << 16
@@ -113,8 +114,7 @@ class Namespaces:
             return group, False
         if len(self._groups) >= GROUPS_MAX:
             raise Busy(f"{GROUPS_MAX} namespace groups are known, which is the bound: group {namespace.group!r}")
-        if by:
-            _count(self._groups_by, by, GROUPS_OF_A_SUBJECT, "namespace groups")
+        count_opened(self._groups_by, by, GROUPS_OF_A_SUBJECT, "namespace groups", "master")
         self.restore(namespace, epoch=self._told.pop(namespace.group, 0))
         return self._groups[namespace.group], True
 
@@ -176,8 +176,7 @@ class Namespaces:
         if handle is None:
             if len(self._opened) >= HANDLES_MAX:
                 raise Busy(f"{HANDLES_MAX} namespaces are open, which is the bound")
-            if by:
-                _count(self._handles_by, by, HANDLES_OF_A_SUBJECT, "namespaces")
+            count_opened(self._handles_by, by, HANDLES_OF_A_SUBJECT, "namespaces", "master")
             handle = self._handles[key] = len(self._opened) + 1
             self._opened.append(Opened(handle, namespace, group))
         return self._opened[handle - 1]
@@ -198,15 +197,6 @@ class Namespaces:
         assert all(0 < count <= GROUPS_OF_A_SUBJECT for count in self._groups_by.values())
         assert all(0 < count <= HANDLES_OF_A_SUBJECT for count in self._handles_by.values())
         assert self._groups_by.total() <= len(self._groups) and self._handles_by.total() <= len(self._opened)
-
-
-def _count(counts: Counter[str], by: str, most: int, what: str) -> None:
-    if counts[by] >= most:
-        raise Busy(
-            f"{by} has opened {most} {what} that were new to this master, which is the bound of one token until the "
-            "master is restarted: use those, or another token"
-        )
-    counts[by] += 1
 
 
 def _mismatch(group: Group, namespace: Namespace) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage.records import NamespaceEntry
+from kvstrata.transfer.security.rates import count_opened
 
 NAMESPACES_MAX: Final = 16_384
 #: Of those that are new to this process, one subject opens no more than this: what is left is for others.
@@ -42,13 +43,7 @@ class NamespaceBook:
             return entry, False
         if len(self._entries) >= NAMESPACES_MAX:
             raise Busy(f"this node knows {NAMESPACES_MAX} namespaces: it takes no more until it is restarted")
-        if by:
-            if self._opened_by[by] >= NAMESPACES_OF_A_SUBJECT:
-                raise Busy(
-                    f"{by} has opened {NAMESPACES_OF_A_SUBJECT} namespaces that were new to this node, which is the "
-                    "bound of one token until the node is restarted: use those, or another token"
-                )
-            self._opened_by[by] += 1
+        count_opened(self._opened_by, by, NAMESPACES_OF_A_SUBJECT, "namespaces", "node")
         entry = NamespaceEntry(len(self._entries) + 1, namespace, self.epoch(namespace.group))
         self._handles[namespace] = entry
         self._entries.append(entry)

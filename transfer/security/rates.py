@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -141,3 +142,16 @@ class AccountBook:
                 sums[subject] = sums.get(subject, 0) + account.connections
         assert sums == {subject: whole.connections for subject, whole in self._subjects.items()}
         assert all(count <= self.together.connections for count in sums.values())
+
+
+def count_opened(counts: Counter[str], subject: str, most: int, what: str, where: str) -> None:
+    """One more of what ``subject`` has opened, and was new to this process; "" is not counted. ``what`` it is, of which
+    there is room for a bounded number, and ``where``, go into the error. Raises :class:`Busy` past ``most``."""
+    if not subject:
+        return
+    if counts[subject] >= most:
+        raise Busy(
+            f"{subject} has opened {most} {what} that were new to this {where}, which is the bound of one token until "
+            f"the {where} is restarted: use those, or another token"
+        )
+    counts[subject] += 1
