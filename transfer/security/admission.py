@@ -111,12 +111,11 @@ class Admission:
             raise Unauthenticated("a proof that does not decode") from error
         keys = self._key_file.keys()
         try:
-            rights, answer = verify(keys, proof, greeting, self._clock())
+            verified = verify(keys, proof, greeting, self._clock())
         except Unauthenticated:
             keys = self._key_file.refresh()  # a master may have read the key that signs a second earlier
-            rights, answer = verify(keys, proof, greeting, self._clock())
-        name = pb.TicketClaims.FromString(proof.claims).key
-        return rights, answer, (name, keys.secrets[name])
+            verified = verify(keys, proof, greeting, self._clock())
+        return verified.rights, verified.answer, (verified.key, keys.secrets[verified.key])
 
     def admit(self, rights: Rights, account: Account, kind: int, now: float, signature: Signature = _UNSIGNED) -> None:
         """Whether a frame of this kind may be handled at ``now`` (monotonic seconds).

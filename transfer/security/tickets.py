@@ -123,7 +123,16 @@ def check_answer(ticket: pb.Ticket, greeting: bytes, answer: pb.ProveOk) -> None
         raise Unauthenticated("who answers there does not have the pool's ticket keys: is it one of the pool?")
 
 
-def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> tuple[Rights, pb.ProveOk]:
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A good proof: what its ticket allows, what to answer, and the id of the key that the ticket was made with."""
+
+    rights: Rights
+    answer: pb.ProveOk
+    key: str
+
+
+def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> Verified:
     """The verifier's side. Raises :class:`TicketExpired`, :class:`TicketNotYetValid`, or :class:`Unauthenticated` that
     names no detail."""
     if len(proof.claims) > CLAIMS_BYTES_MAX or len(greeting) != hashlib.sha256().digest_size:
@@ -150,7 +159,7 @@ def verify(keys: TicketKeys, proof: pb.Prove, greeting: bytes, now: float) -> tu
         )
     except (ValueError, InvalidArgument) as error:  # a master of a later version knows a role that this one does not
         raise Unauthenticated("the ticket is not good here") from error
-    return rights, pb.ProveOk(mac=_mac(secret, b"kvstrata server" + greeting))
+    return Verified(rights, pb.ProveOk(mac=_mac(secret, b"kvstrata server" + greeting)), claims.key)
 
 
 def expired(expires: float, now: float) -> bool:

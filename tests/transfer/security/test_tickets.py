@@ -41,7 +41,8 @@ def greeting() -> bytes:
 def test_who_was_given_a_ticket_proves_it_and_is_answered() -> None:
     about = greeting()
     ticket = issue(KEYS, ENGINE, NOW)
-    rights, answer = verify(KEYS, prove(ticket, about), about, NOW + 1)
+    verified = verify(KEYS, prove(ticket, about), about, NOW + 1)
+    rights = verified.rights
     assert (rights.subject, rights.role, rights.salts, rights.groups) == (
         "engine-a",
         Role.CLIENT,
@@ -49,7 +50,8 @@ def test_who_was_given_a_ticket_proves_it_and_is_answered() -> None:
         ("llama*",),
     )
     assert rights.expires == NOW + LIFE_S
-    check_answer(ticket, about, answer)
+    check_answer(ticket, about, verified.answer)
+    assert verified.key == KEYS.signs
 
 
 def test_a_proof_is_worth_nothing_on_another_connection() -> None:
