@@ -17,6 +17,7 @@ from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import SOFTWARE, Identity, is_loopback
 from kvstrata.transfer.security.tickets import TicketSource
+from kvstrata.transfer.security.tls import DAY_S, SOON_S
 
 CALL_S: Final = 2.0
 PINGS: Final = 9
@@ -24,9 +25,6 @@ PINGS: Final = 9
 SKEW_S: Final = 2.0
 #: A round trip that takes longer is far for blocks, and near silence for a client.
 FAR_S: Final = 0.05
-DAY_S: Final = 86_400.0
-#: A certificate that ends within so many days is a warning.
-SOON_DAYS: Final = 14
 
 
 def greet(address: str) -> tuple[pb.HelloOk, float]:
@@ -117,10 +115,10 @@ def certificate(area: str, name: str, ends: float | None, now: float) -> Iterato
     """``ends`` and ``now`` in Unix seconds; None: no TLS."""
     if ends is None:
         return
-    days = (ends - now) / DAY_S
-    verdict = Verdict.OK if days > SOON_DAYS else Verdict.WARNING
-    advice = "" if days > SOON_DAYS else "replace its files: they are read again without a restart"
-    yield Row(area, f"{name}: certificate", verdict, f"good for {days:.0f} more days", advice)
+    left_s = ends - now
+    verdict = Verdict.OK if left_s > SOON_S else Verdict.WARNING
+    advice = "" if left_s > SOON_S else "replace its files: they are read again without a restart"
+    yield Row(area, f"{name}: certificate", verdict, f"good for {left_s / DAY_S:.0f} more days", advice)
 
 
 def skew(area: str, name: str, date: str, began: float, ended: float) -> Iterator[Row]:
