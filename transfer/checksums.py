@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,20 @@ def block_checksum(blocks: BlockView, index: int) -> int:
     state = xxhash.xxh3_64()
     for start, length in pieces.tolist():
         state.update(data[start : start + length])
+    return state.intdigest()
+
+
+def digests(view: memoryview, block_bytes: int) -> list[int]:
+    """xxh3_64 of each ``block_bytes`` of ``view``, which is whole blocks."""
+    digest = _digest
+    return [digest(view[start : start + block_bytes]) for start in range(0, view.nbytes, block_bytes)]
+
+
+def digest_of_pieces(views: Sequence[memoryview]) -> int:
+    """xxh3_64 of one block that lies in pieces."""
+    state = xxhash.xxh3_64()
+    for view in views:
+        state.update(view)
     return state.intdigest()
 
 

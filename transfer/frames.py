@@ -214,7 +214,7 @@ class FrameStream:
 
         The views' total length must not exceed the raw bytes left. Raises like :meth:`receive`.
         """
-        total = sum(view.nbytes for view in views)
+        total = sum([view.nbytes for view in views])
         if total > self.raw_left:
             raise ProtocolError(f"{total} raw bytes wanted, {self.raw_left} are in the frame")
         index, offset = 0, 0
@@ -335,7 +335,8 @@ class FrameStream:
 
 def advance(views: Sequence[memoryview], index: int, offset: int, count: int) -> tuple[int, int]:
     """Move ``count`` bytes on from (index, offset) over ``views``; empty views are stepped over."""
-    while index < len(views):
+    end = len(views)
+    while index < end:
         left = views[index].nbytes - offset
         if count < left:
             return index, offset + count

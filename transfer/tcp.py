@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
-from kvstrata.transfer.checksums import block_checksum, checksums
+from kvstrata.transfer.checksums import checksums, digest_of_pieces, digests
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
@@ -35,6 +36,10 @@ from kvstrata.transfer.tracing import TRACING, SpanKind
 
 #: One part of a batch: large enough to stream, small enough to overlap with its neighbours.
 PART_BYTES: Final = 16 << 20
+#: Neighbouring blocks are received as one buffer of at most this, and hashed while it is in cache.
+RECEIVE_BYTES: Final = 256 << 10
+#: Neighbouring blocks are sent as one buffer of at most this.
+SEND_BYTES: Final = 1 << 30
 SOCKETS: Final = max(1, min(4, os.cpu_count() or 1))
 
 _LOADED = int(BlockStatus.LOADED)
@@ -125,22 +130,27 @@ class TcpPeer:
     def _receive(
         self, connection: Connection, request: Fetch, blocks: BlockView, granted: Granted, good: npt.NDArray[np.bool_]
     ) -> None:
-        pieces = blocks.pieces
-        tamper = self.tamper
+        tamper, wanted = self.tamper, granted.checksum.tolist()
+        views, ends = _views(blocks, RECEIVE_BYTES)
 
         def filled(view: int) -> None:
-            index, rest = divmod(view + 1, pieces)
-            if rest:
-                return
-            index -= 1
+            low, high = ends[view], ends[view + 1]
+            if low == high:
+                return  # the block goes on in the next piece
             if tamper is not None:
-                tamper(blocks, index)
+                for index in range(low, high):
+                    tamper(blocks, index)
             # At once: should the rest not come, this stands.
-            if block_checksum(blocks, index) != int(granted.checksum[index]):
-                granted.status[granted.positions[index]] = BlockStatus.CORRUPT
-            good[index] = True
+            if blocks.pieces == 1:
+                found = digests(views[view], blocks.block_bytes)
+            else:
+                found = [digest_of_pieces(views[view + 1 - blocks.pieces : view + 1])]
+            if found != wanted[low:high]:
+                wrong = [low + index for index, digest in enumerate(found) if digest != wanted[low + index]]
+                granted.status[granted.positions[wrong]] = BlockStatus.CORRUPT
+            good[low:high] = True
 
-        connection.receive_raw(_views(blocks), request.deadline, filled)
+        connection.receive_raw(views, request.deadline, filled)
 
     def view(self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int = 0) -> Lease:
         raise Refused("views need the shm transport: a node on this host with a reachable unix socket")
@@ -186,7 +196,7 @@ class TcpPeer:
             return 0
         blocks = part.blocks[granted]
         message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
-        raw = _views(blocks)
+        raw, _ = _views(blocks, SEND_BYTES)
         with (
             TRACING.span("kvstrata.write", kind=SpanKind.CLIENT),
             link.channel.exchange(Kind.WRITE, _traced(message), request.deadline, raw) as (_, answer),
@@ -216,7 +226,8 @@ class TcpPeer:
         try:
             results = work(slice(0, None, lanes))
         finally:
-            wait(others)  # on an error too: until they end, they write to the caller's memory
+            if others:
+                wait(others)  # on an error too: until they end, they write to the caller's memory
         for other in others:
             results.extend(other.result())
         return results
@@ -245,6 +256,19 @@ def _traced(message: pb.Write) -> bytes:
     return message.SerializeToString()
 
 
-def _views(blocks: BlockView) -> list[memoryview]:
-    data = memoryview(blocks.region.bytes)  # type: ignore[arg-type]
-    return [data[start : start + length] for start, length in blocks.table.reshape(-1, 2).tolist()]
+def _views(blocks: BlockView, joined_bytes_max: int) -> tuple[list[memoryview], list[int]]:
+    """Buffers over the blocks' bytes, in order, and how many blocks are whole before the first and after each of them.
+
+    Blocks in one piece each that are neighbours share a buffer of at most ``joined_bytes_max``, or one block's bytes.
+    """
+    data, count = memoryview(blocks.region.bytes), len(blocks)  # type: ignore[arg-type]
+    if blocks.pieces > 1:
+        views = [data[start : start + length] for start, length in blocks.table.reshape(-1, 2).tolist()]
+        return views, [view // blocks.pieces for view in range(len(views) + 1)]
+    starts, nbytes = blocks.table[:, 0, 0], blocks.block_bytes
+    together = max(1, joined_bytes_max // nbytes)
+    edges = [0, *(np.flatnonzero(starts[1:] - starts[:-1] != nbytes) + 1).tolist(), count] if count else [0]
+    ends = [low for start, stop in pairwise(edges) for low in range(start, stop, together)]
+    at = starts[ends].tolist()
+    ends.append(count)
+    return [data[start : start + (b - a) * nbytes] for start, (a, b) in zip(at, pairwise(ends), strict=True)], ends

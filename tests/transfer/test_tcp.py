@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import FingerprintMismatch
@@ -22,7 +25,7 @@ from kvstrata.transfer.base import Endpoint, Fetch
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.frames import Disconnected, Frame
 from kvstrata.transfer.identity import Identity
-from kvstrata.transfer.regions import Region
+from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.server import Reply
 from kvstrata.transfer.sessions import ServerConnection
 from kvstrata.transfer.tcp import TcpPeer
@@ -69,6 +72,7 @@ def fetch(
 def test_a_corrupt_block_stays_corrupt_when_those_after_it_do_not_come(
     serve: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tcp, "RECEIVE_BYTES", SIZE)
     good, bad = b"g" * SIZE, b"b" * SIZE
 
     def acquire(_: ServerConnection, frame: Frame) -> Reply:
@@ -87,6 +91,40 @@ def test_a_corrupt_block_stays_corrupt_when_those_after_it_do_not_come(
 
     monkeypatch.setattr(Connection, "receive_raw", cut_short)
     assert fetch(serve, acquire, 3) == [BlockStatus.CORRUPT, LOADED, BlockStatus.NODE_LOST]
+
+
+@pytest.mark.parametrize("joined", [1, 2, 9])
+def test_of_blocks_that_came_together_the_corrupt_one_is_found(
+    serve: Callable[..., object], monkeypatch: pytest.MonkeyPatch, joined: int
+) -> None:
+    monkeypatch.setattr(tcp, "RECEIVE_BYTES", joined * SIZE)
+    good, bad = b"g" * SIZE, b"b" * SIZE
+
+    def acquire(_: ServerConnection, frame: Frame) -> Reply:
+        return answered([good, good, bad, good, good], [xxhash.xxh3_64_intdigest(good)] * 5)
+
+    def back(memory: npt.NDArray[np.uint8]) -> None:
+        assert (memory[[0, 1, 3, 4]] == good[0]).all()
+
+    assert fetch(serve, acquire, 5, back) == [LOADED, LOADED, BlockStatus.CORRUPT, LOADED, LOADED]
+
+
+@given(
+    rows=st.lists(st.integers(0, 15), max_size=16, unique=True),
+    pieces=st.sampled_from([1, 2, 4]),
+    joined=st.integers(1, 5 * SIZE),
+)
+def test_buffers_hold_the_blocks_bytes_in_order(rows: list[int], pieces: int, joined: int) -> None:
+    memory = np.arange(16 * SIZE, dtype=np.uint32).astype(np.uint8)
+    length = SIZE // pieces
+    table = np.array([[(row * SIZE + i * length, length) for i in range(pieces)] for row in rows], np.int64)
+    blocks = BlockView(Region(memory, memory), table.reshape(len(rows), pieces, 2), SIZE)
+    views, ends = tcp._views(blocks, joined)
+    assert b"".join(views) == memory.reshape(16, SIZE)[rows].tobytes()
+    assert all(view.nbytes <= max(joined, SIZE) for view in views) and len(ends) == len(views) + 1
+    assert ends == [sum(view.nbytes for view in views[:upto]) // SIZE for upto in range(len(ends))]
+    if pieces == 1 and joined >= 2 * SIZE and any(b == a + 1 for a, b in pairwise(rows)):
+        assert len(views) < len(rows), "neighbours share a buffer"
 
 
 def test_a_call_that_is_refused_ends_when_all_its_parts_have(
