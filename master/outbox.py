@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,8 @@ from kvstrata.master import messages as m
 OUTBOX_MAX: Final = 20_000
 #: A node that has this much to read yet is spared hints.
 HINTS_BEHIND_MAX: Final = 256
+#: Acknowledgements go out this far apart, the newest for all before it: nobody waits for one, and each costs a message.
+ACK_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Outbox:
     def __init__(self) -> None:
         self._queue: deque[tuple[m.Send, Stamp]] = deque()
         self._changed = threading.Condition()
+        self._acked_at = -ACK_S
+        self._gathering = False  #: the reader has an acknowledgement, and waits for what comes with it
         self.closed: str | None = None
 
     def put(self, command: m.Send, stamp: Stamp = NOBODY) -> None:
@@ -42,7 +47,8 @@ class Outbox:
             if isinstance(command, m.SendAck) and self._queue and isinstance(self._queue[-1][0], m.SendAck):
                 self._queue.pop()  # the newer acknowledgement says it all
             self._queue.append((command, stamp))
-            self._changed.notify()
+            if not (self._gathering and isinstance(command, m.SendAck)):
+                self._changed.notify()
 
     def close(self, reason: str) -> None:
         with self._changed:
@@ -50,8 +56,26 @@ class Outbox:
             self._changed.notify()
 
     def get(self, timeout_s: float) -> tuple[m.Send, Stamp] | None:
-        """The next command and who says it; None after ``timeout_s`` without one, or when closed and empty."""
+        """The next command and who says it; None after ``timeout_s`` without one, or when closed and empty.
+
+        For one reader. An acknowledgement may keep it ``ACK_S`` longer.
+        """
         with self._changed:
             if not self._queue and self.closed is None:
                 self._changed.wait(timeout_s)
-            return self._queue.popleft() if self._queue else None
+            if len(self._queue) == 1 and isinstance(self._queue[0][0], m.SendAck) and self.closed is None:
+                self._gather()
+            if not self._queue:
+                return None
+            said = self._queue.popleft()
+            if isinstance(said[0], m.SendAck):
+                self._acked_at = time.monotonic()
+            return said
+
+    def _gather(self) -> None:
+        """Keep an acknowledgement until it is time for one, or something else is to be said after it."""
+        left = self._acked_at + ACK_S - time.monotonic()
+        if left > 0:
+            self._gathering = True
+            self._changed.wait(left)
+            self._gathering = False

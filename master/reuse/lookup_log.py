@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -29,6 +29,10 @@ CALL_BYTES: Final = 700
 #: busy master it takes longer by the clock, but no longer than ``TURN_MAX_S``.
 TURN_S: Final = 0.05
 TURN_MAX_S: Final = 0.2
+#: In a turn, the interpreter goes this often to a thread that answers somebody, if one waits for it.
+BREATH_S: Final = 0.0002
+#: Placements in a row are taken in together, up to so many hashes.
+TOGETHER_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +85,62 @@ class LookupLog:
         """Take in what was put down, oldest first, for at most one turn; how many entries."""
         heard = 0
         busy, ends = time.thread_time() + TURN_S, time.perf_counter() + TURN_MAX_S
-        while time.thread_time() < busy and time.perf_counter() < ends:
-            with self._counting:
-                if not self._calls:
-                    break
-                call = self._calls.popleft()
-                self._waiting -= 0 if isinstance(call, Gone) else bytes_of(call)
+        breath = time.perf_counter()
+        while time.thread_time() < busy and (now := time.perf_counter()) < ends:
+            if now >= breath:
+                time.sleep(0)
+                breath = time.perf_counter() + BREATH_S
+            calls = self._next()
+            if not calls:
+                break
             with self._lock:
-                self._take(call)
-            heard += 1
-            time.sleep(0)  # the interpreter goes to a thread that answers somebody, if one waits for it
+                self._take(calls)
+            heard += len(calls)
         return heard
 
-    def _take(self, call: Call | Gone) -> None:
+    def _next(self) -> list[Call | Gone]:
+        """The oldest entry, and the placements of the same blocks' tenant that follow it if it is one."""
+        calls: list[Call | Gone] = []
+        blocks = 0
+        with self._counting:
+            while self._calls:
+                call = self._calls[0]
+                if isinstance(call, Call):
+                    blocks += len(call.keys)
+                if calls and (blocks > TOGETHER_MAX or not _alike(calls[0], call)):
+                    break
+                calls.append(self._calls.popleft())
+                self._waiting -= 0 if isinstance(call, Gone) else bytes_of(call)
+                if isinstance(call, Gone) or call.present is not None:
+                    break
+        return calls
+
+    def _take(self, calls: Sequence[Call | Gone]) -> None:
+        call = calls[-1]
         if isinstance(call, Gone):
             self._what_if.forget(call.salt, call.group)
-        elif call.present is None:
-            self._what_if.stored(call.group, call.salt, call.keys, call.block_bytes, call.at)
-        else:
+        elif call.present is not None:
             self._what_if.asked(call.group, call.salt, call.keys, call.present, call.block_bytes, call.at)
+        else:
+            # Of one call the first block is the hottest, of many the last call's: as if it were one, back to front.
+            keys = [each.keys for each in reversed(calls) if isinstance(each, Call)]
+            together = keys[0] if len(keys) == 1 else np.concatenate(keys)
+            self._what_if.stored(call.group, call.salt, together, call.block_bytes, call.at)
 
     def read(self, question: Callable[[WhatIf], T]) -> T:
         """Ask the predictions something. The question must be quick and keep nothing."""
         with self._lock:
             return question(self._what_if)
+
+
+def _alike(one: Call | Gone, other: Call | Gone) -> bool:
+    """Both are placements of one tenant in one group."""
+    return (
+        isinstance(one, Call)
+        and isinstance(other, Call)
+        and one.present is other.present is None
+        and (one.group, one.salt, one.block_bytes) == (other.group, other.salt, other.block_bytes)
+    )
 
 
 def bytes_of(call: Call) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import tracemalloc
@@ -372,6 +373,36 @@ def test_calls_are_heard_in_their_order() -> None:
     assert log.hear() == 4 and log.hear() == 0
     assert log.read(lambda what_if: what_if.asked_by("tenant").blocks_asked) == 2  # the third repeats the first
     assert log.missed == 0
+
+
+def test_placements_heard_together_are_as_if_heard_one_by_one() -> None:
+    rng, chains = random.Random(3), itertools.count()
+    at_once, one_by_one = LookupLog(WhatIf(random.Random(0))), LookupLog(WhatIf(random.Random(0)))
+    stored: list[Call] = []
+    for number in range(400):
+        tenant, present = f"tenant {rng.randrange(2)}", None
+        chain = keys([next(chains) for _ in range(rng.randrange(1, 40))])
+        if stored and rng.random() < 0.3:
+            tenant, chain = stored[-1].salt, rng.choice(stored[-20:]).keys
+            present = np.full(len(chain), True)
+        said = Call(0, tenant, chain, present, BYTES, float(number))
+        if present is None:
+            stored.append(said)
+        at_once.put(said)
+        one_by_one.put(said)
+        assert one_by_one.hear() == 1
+    calls, heard = 0, []
+    while part := at_once._next():
+        calls += 1
+        heard += part
+        at_once._take(part)
+    assert len(heard) == 400 and calls < 350, "most go together"
+    sizes = [BYTES * blocks for blocks in (10, 100, 1000, 5000)]
+    for tenant in ("tenant 0", "tenant 1"):
+        together = at_once.read(lambda what_if, tenant=tenant: what_if.predict(tenant, sizes))
+        assert together == one_by_one.read(lambda what_if, tenant=tenant: what_if.predict(tenant, sizes))
+        assert 0 < together[0] < together[-1]
+    at_once.read(lambda what_if: what_if.check())
 
 
 def test_a_full_log_misses_calls_and_takes_more_once_heard() -> None:
