@@ -22,13 +22,14 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import control_pb2_grpc, wire
 from kvstrata.proto.keys import Namespace
-from kvstrata.transfer.security import grpc_security
+from kvstrata.transfer.security import grpc_security, watched_file
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.grpc_security import open_channel
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.ticket_route import Paces
 from kvstrata.transfer.security.tickets import LIFE_S
 from kvstrata.transfer.security.tokens import digest, new_token
+from tests.transfer.security.doors import until
 
 ANY = "127.0.0.1:0"
 CALL_S = 5.0
@@ -89,10 +90,10 @@ class Secured:
         rows[-1] |= {"reset": True, "groups": ["model*"]}
         self.file = folder / "tokens"
         self.file.write_text(yaml.safe_dump(rows))
-        keys = folder / "keys"
-        keys.write_text(f"first:{os.urandom(32).hex()}\n")
-        keys.chmod(0o600)
-        files = SecurityFiles(tokens=self.file, ticket_keys=keys)
+        self.keys = folder / "keys"
+        self.keys.write_text(f"first:{os.urandom(32).hex()}\n")
+        self.keys.chmod(0o600)
+        files = SecurityFiles(tokens=self.file, ticket_keys=self.keys)
         self.master = Master(MasterConfig(ANY, ANY, ANY, None, seed=1, security=files))
         self._channels: list[grpc.Channel] = []
         self._http = httpx.Client(base_url=f"http://{self.master.endpoints.http}", timeout=CALL_S)
@@ -204,6 +205,21 @@ def raw_status(address: str, path: bytes) -> int:
     with socket.create_connection((host, int(port)), CALL_S) as sock:
         sock.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         return int(sock.recv(4096).split()[1])
+
+
+def test_keys_that_went_bad_make_a_master_unhealthy(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    good = secured.keys.read_text()
+
+    def told() -> dict[str, Any]:
+        return dict(secured.http("GET", "/healthz", "read").json())
+
+    secured.keys.write_text("nonsense")
+    try:
+        until(lambda: [str(secured.keys) in each for each in told()["problems"]] == [True])
+    finally:
+        secured.keys.write_text(good)
+    until(lambda: told()["healthy"])
 
 
 def test_health_tells_who_shows_nothing_its_state_alone(secured: Secured) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.transfer.security import watched_file
 from kvstrata.transfer.security.checks import checked, open_to_all
 from kvstrata.transfer.security.files import SecurityFiles
 from kvstrata.transfer.security.opened import Security
+from tests.transfer.security.doors import write_keys
 
 FILE = Path("file")
 LOCAL, OPEN = ("127.0.0.1:1", "[::1]:2", "localhost:3"), ("127.0.0.1:1", "0.0.0.0:2")
@@ -80,3 +82,19 @@ def test_a_row_with_a_certificate_wants_somebody_to_ask_for_one(tmp_path: Path) 
     tokens.write_text("- {name: a, certificate: b, role: read}")
     with pytest.raises(ConfigError, match="nobody is asked for one: add --client-certs"):
         Security.opened(SecurityFiles(tokens=tokens))
+
+
+def test_ticket_keys_that_go_bad_are_a_problem_until_they_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    keys = tmp_path / "keys"
+    write_keys(keys, "one")
+    security = Security.opened(SecurityFiles(ticket_keys=keys))
+    assert security.problems() == [] and security.facts()["tickets"]
+    keys.write_text("nonsense")
+    (problem,) = security.problems()
+    assert str(keys) in problem and "last good one" in problem
+    write_keys(keys, "two")
+    assert security.problems() == []
+    assert Security().problems() == [] and not Security().facts()["tickets"]
