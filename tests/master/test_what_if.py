@@ -377,7 +377,7 @@ def test_calls_are_heard_in_their_order() -> None:
 
 def test_placements_heard_together_are_as_if_heard_one_by_one() -> None:
     rng, chains = random.Random(3), itertools.count()
-    at_once, one_by_one = LookupLog(WhatIf(random.Random(0))), LookupLog(WhatIf(random.Random(0)))
+    at_once, one_by_one = (LookupLog(WhatIf(random.Random(0), half_life_s=math.inf)) for _ in range(2))
     stored: list[Call] = []
     for number in range(400):
         tenant, present = f"tenant {rng.randrange(2)}", None
