@@ -12,8 +12,11 @@ import pytest
 
 from kvstrata.client import index_watch as module
 from kvstrata.client.admin import AdminClient, IndexStream
+from kvstrata.client.index_mirror import IndexMirror
 from kvstrata.client.index_watch import IndexWatch
 from kvstrata.proto import control_pb2 as control
+from kvstrata.proto.errors import InvalidArgument
+from kvstrata.proto.keys import Namespace
 
 WAIT_S = 10.0
 M = control.IndexMessage
@@ -44,6 +47,11 @@ class _Stream:
 
     def cancel(self) -> None:
         self._says.put(None)
+
+
+def change(hashes: bytes, namespace: Namespace) -> control.IndexChange:
+    table = control.IndexTable(group=namespace.group, shard=0, salt="")
+    return control.IndexChange(kind=control.IndexChange.STORED, table=table, slot=1, tier=0, hashes=hashes)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -99,3 +107,19 @@ def test_a_stream_that_the_master_ends_is_a_problem_until_the_next_one_speaks(
     master.asked.get(timeout=WAIT_S)
     master.says.put(M(epoch=7, sequence=1, reset="begin"))
     until(lambda: watch.problem() == "")
+
+
+def test_longer_hashes_are_asked_for_as_the_directory_knows_them() -> None:
+    """16 bytes, those past them XORed in."""
+    namespace = Namespace("g", block_bytes=64, block_tokens=4, hash_bytes=24)
+    first, second = (bytes([number]) * 8 for number in (1, 2))
+    nodes = control.IndexChange(kind=control.IndexChange.NODES, nodes=[control.IndexNode(slot=1, node_id="n")])
+    known = bytes([1 ^ 3]) * 8 + second
+    mirror = IndexMirror()
+    mirror.apply(M(epoch=1, sequence=1, reset="begin", live=True, changes=[nodes, change(known, namespace)]))
+    mirror.check()
+    assert mirror.prefix(namespace, "", first + second + bytes([3]) * 8) == (1, {"n": 1})
+    assert mirror.prefix(namespace, "", known + bytes(8)) == (1, {"n": 1}), "of one fold"
+    assert mirror.prefix(namespace, "", first + second + bytes(8)) == (0, {})
+    with pytest.raises(InvalidArgument, match="not a multiple of hash_bytes = 24"):
+        mirror.prefix(namespace, "", known)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvstrata.master import messages as m
 from kvstrata.master.directory.directory import TableKey
+from kvstrata.master.directory.holders import HIDDEN
 from kvstrata.master.directory.table import BEGIN
 from kvstrata.master.hub import Hub
 from kvstrata.master.index import scan as module
@@ -48,6 +49,9 @@ def filled(blocks: int, seed: int) -> MasterState:
         (session,) = (c.session for c in state.handle(m.Attach(facts), 0.0) if isinstance(c, m.SendAttached))
         has = tuple(m.Holding(NS, "", tier, all_of_them[rng.random(blocks) < 0.5].tobytes(), 0) for tier in (0, 1))
         state.handle(m.SnapshotPart(session, 0, has, True, True), 0.0)
+    for table, _ in state.directory.tables():
+        keys, _, _ = state.directory.entries(table, BEGIN, 1 << 20)
+        state.directory.hide(0, table, keys[rng.random(len(keys)) < 0.3], 1)
     return state
 
 
@@ -58,6 +62,7 @@ def oracle(state: MasterState) -> set[tuple[bytes, int, int]]:
         (key.tobytes(), slot, tier)
         for key, set_id in zip(keys, ids.tolist(), strict=True)
         for slot, tier in state.directory.holders_of(set_id)
+        if tier != HIDDEN
     }
 
 
