@@ -55,11 +55,16 @@ class Located(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A placement's answer: ``codes`` u16[n] (0 = nowhere), ``states`` u8[n] (:class:`PlaceState`)."""
+    """A placement's answer: ``codes`` u16[n] (0 = nowhere), ``states`` u8[n] (:class:`PlaceState`).
+
+    ``code`` and ``state``: those of all blocks, where it is known that they have the same; else None.
+    """
 
     codes: U16
     states: U8
     nodes: tuple[Endpoint, ...]
+    code: int | None = None
+    state: int | None = None
 
 
 class Hint(NamedTuple):
@@ -98,10 +103,15 @@ def decode_lookup(reply: pb.LookupOk, count: int) -> Located:
 def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
     """Arrays of a placement's answer for ``count`` blocks; raises like :func:`decode_lookup`."""
     nodes = _endpoints(reply.nodes)
+    code, states = _only_code(reply.run_code, reply.run_length, count), reply.run_state
+    if code is not None and len(states) == 1:
+        _check_codes(code, nodes)
+        state = states[0]
+        return Placed(filled(count, code, np.uint16), filled(count, state, np.uint8), nodes, code, state)
     lengths = _array(reply.run_length, np.uint32)
     codes = _expand(_array(reply.run_code, np.uint16), lengths, count)
     _check_codes(int(codes.max(initial=0)), nodes)
-    return Placed(codes, _expand(_array(reply.run_state, np.uint8), lengths, count), nodes)
+    return Placed(codes, _expand(_array(states, np.uint8), lengths, count), nodes)
 
 
 def join_located(parts: Sequence[Located]) -> Located:

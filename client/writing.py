@@ -37,13 +37,13 @@ _FULL: Final = int(BlockStatus.FULL)
 _QUOTA: Final = int(BlockStatus.QUOTA)
 _NODE_LOST: Final = int(BlockStatus.NODE_LOST)
 _REFUSED: Final = int(BlockStatus.REFUSED)
-#: What placement says: another writer stores it, nobody has room.
+#: What placement says: a node takes it, or has it; another writer stores it; nobody has room.
+_TAKEN: Final = (int(PlaceState.NEW), int(PlaceState.PRESENT))
 _AT_OTHERS: Final = int(PlaceState.IN_FLIGHT)
 _NOWHERE: Final = int(PlaceState.NOWHERE)
 #: Values of bytes that ``bytes.translate`` is to leave out: what is left of the rest says whether there is any.
 _HELD: Final = bytes((_STORED, _PRESENT))
 _NOT_REFUSED: Final = bytes((_STORED, _PRESENT, _IN_FLIGHT))
-_SENT: Final = bytes((int(PlaceState.NEW), int(PlaceState.PRESENT)))
 #: Statuses after which another node may take the block: by value.
 _ELSEWHERE: Final = np.zeros(256, bool)
 _ELSEWHERE[[_REFUSED, _NODE_LOST]] = True
@@ -102,7 +102,7 @@ class Writer:
             return 0
         states = self._states(offered, placed)
         nowhere = None
-        if states.tobytes().translate(None, _SENT) or not placed.codes.all():
+        if not placed.code or placed.state not in _TAKEN:
             status[states == _AT_OTHERS] = _IN_FLIGHT
             nowhere = (states == _NOWHERE) | ((placed.codes == 0) & (status == _UNKNOWN))
             if nowhere.any():

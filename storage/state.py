@@ -8,10 +8,11 @@ one byte a block (:class:`~kvstrata.proto.status.BlockStatus`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
@@ -66,8 +67,7 @@ class Holding:
     hashes: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(msgspec.Struct, frozen=True):
     """``blocks`` are those with status LOADED, in order; ``lease`` covers them all, None when there are none."""
 
     status: bytearray
@@ -76,8 +76,7 @@ class Acquired:
     delta_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True):
     """``reservation.blocks`` are those with status RESERVED, in order; None when there are none."""
 
     status: bytearray
@@ -85,8 +84,7 @@ class Reserved:
     delta_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteAsk:
+class WriteAsk(msgspec.Struct, frozen=True):
     """What a writer asks for: ``hashes`` packed, ``parent`` the hash before them (may be empty)."""
 
     handle: int
@@ -98,8 +96,7 @@ class WriteAsk:
     epoch: int = 0
 
 
-@dataclass(slots=True)
-class _Sorted:
+class _Sorted(msgspec.Struct):
     """Positions of a write by what is to be done: ``fresh`` are new keys, ``known`` visible blocks.
 
     ``cold`` are visible on SSD only.
@@ -107,9 +104,9 @@ class _Sorted:
 
     status: bytearray
     hashes: list[bytes]
-    fresh: dict[bytes, int] = field(default_factory=dict)
-    known: list[Block] = field(default_factory=list)
-    cold: list[Block] = field(default_factory=list)
+    fresh: dict[bytes, int] = {}
+    known: list[Block] = []
+    cold: list[Block] = []
 
 
 class NodeState:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
+
+import msgspec
 
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.storage.records import Block
@@ -19,8 +20,7 @@ FEW_BYTES: Final = 8 << 20
 Row = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class FewPieces:
+class FewPieces(msgspec.Struct, frozen=True):
     """(offset, length) of each piece in a client's region, ``pieces`` of them a block, in order."""
 
     rows: list[tuple[int, int]]

@@ -214,7 +214,7 @@ class WriteHandlers:
             return _reserved(got, durable)
         for position in granted:
             got.status[position] = _ABORTED
-        return _reserved(Reserved(got.status, None, got.delta_seq), durable)
+        return _reserved(got, durable, held=False)
 
     def _pulled_and_committed(
         self, got: Reserved, granted: Sequence[int], expected: Sequence[int], wrong: Sequence[int], durable: bytes
@@ -230,7 +230,8 @@ class WriteHandlers:
             for position, flag in zip(granted, flags, strict=True):
                 flushed[position] = flag
             durable = bytes(flushed)
-        return _reserved(Reserved(got.status, None, sequence), durable, self._changed)
+        answer = pb.ReserveOk(status=bytes(got.status), delta_seq=sequence, durable=durable if any(durable) else b"")
+        return Reply(Kind.RESERVE_OK, answer.SerializeToString(), after=self._changed)
 
     # ------------------------------------------------------------------ on SSD
 
@@ -288,7 +289,7 @@ def _not_taken(taken: Taken, problem: str, got: Reserved, granted: Sequence[int]
         return reply(Kind.FAILURE, pb.Failure(code=Unavailable.__name__, message=f"the rail failed: {problem}"))
     for position in granted:
         got.status[position] = _PENDING if taken is Taken.PENDING else _LATE
-    return _reserved(Reserved(got.status, None, got.delta_seq), durable)
+    return _reserved(got, durable, held=False)
 
 
 def _ask(message: pb.Reserve) -> WriteAsk:
@@ -303,14 +304,15 @@ def _ask(message: pb.Reserve) -> WriteAsk:
     )
 
 
-def _reserved(got: Reserved, durable: bytes = b"", after: Callable[[], None] | None = None) -> Reply:
+def _reserved(got: Reserved, durable: bytes = b"", *, held: bool = True) -> Reply:
+    """``held``: the writer is to be told of the reservation."""
     answer = pb.ReserveOk(
         status=bytes(got.status),
-        reservation=got.reservation.id if got.reservation is not None else 0,
+        reservation=got.reservation.id if held and got.reservation is not None else 0,
         delta_seq=got.delta_seq,
         durable=durable if any(durable) else b"",
     )
-    return Reply(Kind.RESERVE_OK, answer.SerializeToString(), after=after)
+    return reply(Kind.RESERVE_OK, answer)
 
 
 def _check_write(reservation: Reservation, checksums: Sequence[int], raw_bytes: int) -> None:

@@ -42,10 +42,10 @@ TOO_MANY: Final = (
 CLIENT_CALLS: Final = {
     ("shm", "lookup"): (158, 0.02),
     ("shm", "load"): (167, 0.2),
-    ("shm", "store"): (391, 5.06),
+    ("shm", "store"): (310, 1.1),
     ("tcp", "lookup"): (158, 0.02),
     ("tcp", "load"): (246, 10.0),
-    ("tcp", "store"): (480, 7.0),
+    ("tcp", "store"): (418, 1.05),
 }
 #: Frames that the calling thread sends: each is a system call, and a wait for its answer.
 CLIENT_FRAMES: Final = {
@@ -57,7 +57,7 @@ CLIENT_FRAMES: Final = {
     ("tcp", "store"): {"PLACE": 1, "RESERVE": 1, "WRITE": 1},
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
-NODE_CALLS: Final = {"reserve": (259, 1.0), "commit": (145, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
+NODE_CALLS: Final = {"reserve": (190, 1.0), "commit": (143, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
 #: Function calls of a lookup in a master's directory, however many hashes it has.
 LOOKUP_CALLS: Final = {"hits": 142, "misses": 231, "cut": 231}
 #: A table has a secret of its own, and with it longest probes of its own: each step is a few calls for all hashes.
