@@ -27,9 +27,9 @@ _PRESENT: Final = int(BlockStatus.ALREADY_PRESENT)
 
 def reasons_of(status: Codes) -> dict[str, int]:
     """How many blocks ended how: status name in lower case -> count. The counts add up to n."""
-    if len(status) == 1:
-        code = int(status[0])
-        return {_NAMES.get(code, f"status_{code}"): 1}
+    packed = status.tobytes()
+    if packed and packed.count(packed[0]) == len(packed):  # most often they all ended alike
+        return {_NAMES.get(packed[0]) or f"status_{packed[0]}": len(packed)}
     counts = np.bincount(status)
     return {_NAMES.get(code, f"status_{code}"): int(counts[code]) for code in np.flatnonzero(counts).tolist()}
 
@@ -73,10 +73,6 @@ class LoadResult(msgspec.Struct, frozen=True):
     def of(
         cls, status: Codes, tiers: Codes, seconds: float, bytes_moved: int, pending: tuple[Landing, ...] = ()
     ) -> LoadResult:
-        if len(status) == 1:
-            code = status.item()
-            reasons = {_NAMES.get(code) or f"status_{code}": 1}
-            return cls(np.array((code == _LOADED,)), status, reasons, tiers, seconds, bytes_moved, pending)
         return cls(status == _LOADED, status, reasons_of(status), tiers, seconds, bytes_moved, pending)
 
     def settled(self, deadline: float | None = None) -> bool:

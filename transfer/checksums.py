@@ -70,10 +70,6 @@ class Sampler:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    def chooses_one(self, verify: Verify) -> bool:
-        """Whether to hash the only block of a read: as :meth:`choose` of one."""
-        return self._random.random() * SAMPLE_ONE_IN < 1 if verify == "sample" else verify == "always"
-
     def choose(self, count: int, verify: Verify) -> range | list[int]:
         """Positions to hash: all, about one in ``SAMPLE_ONE_IN``, or none."""
         if verify == "always":
