@@ -35,6 +35,7 @@ log = get_logger(__name__)
 _STATUSES: Final = frozenset(BlockStatus)
 #: Of the nodes that a client cannot reach, so many are heeded.
 AVOID_MAX: Final = 64
+_NOBODY: Final[frozenset[m.Process]] = frozenset()
 
 
 @dataclass(slots=True)
@@ -160,4 +161,6 @@ class MasterChannel:
 
 
 def _avoided(request: pb.Lookup | pb.Place) -> frozenset[m.Process]:
+    if not request.avoid:
+        return _NOBODY
     return frozenset(islice(zip(request.avoid, request.avoid_incarnation, strict=False), AVOID_MAX))

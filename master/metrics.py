@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvstrata.master.content.lookups import LookedUp
 from kvstrata.master.content.misses import COUNTED, MissReason
+from kvstrata.master.directory.directory import Found
 from kvstrata.master.directory.probing import FEW
 from kvstrata.proto.status import PlaceState, Tier
 from kvstrata.transfer.timings import exemplar_of
@@ -47,9 +48,7 @@ class Metrics:
         self._lookups.inc()
         self._asked.inc(asked)
         self._seconds.observe(seconds, exemplar_of(TRACING.trace_id() if TRACING.on else "", request))
-        here = found.codes if not len(answer.reasons) else found.codes[found.present]
-        tiers = _counts((here - np.uint16(1)) & np.uint16(3), len(self._hits))
-        for counter, count in zip(self._hits, tiers, strict=False):
+        for counter, count in zip(self._hits, _tiers(found, len(self._hits)), strict=False):
             if count:
                 counter.inc(count)
         if len(answer.reasons):
@@ -69,6 +68,15 @@ class Metrics:
         for counter, count in zip(self._places, _counts(states, len(self._places)), strict=True):
             if count:
                 counter.inc(count)
+
+
+def _tiers(found: Found, size: int) -> list[int]:
+    """Blocks that are there, by tier. A code is 1 + 4 * slot + tier."""
+    if len(found.codes) > FEW:
+        return _counts((found.codes[found.present] - np.uint16(1)) & np.uint16(3), size)
+    blocks = zip(found.codes.tolist(), found.present.tolist(), strict=True)
+    tiers = [code - 1 & 3 for code, present in blocks if present]
+    return [tiers.count(tier) for tier in range(size)]
 
 
 def _counts(numbers: npt.NDArray[np.unsignedinteger], size: int) -> list[int]:

@@ -86,9 +86,9 @@ class Questions:
             return nothing_found(len(keys), MissReason.EPOCH)
         shunned = self._membership.slots_of(avoid)
         found = self._directory.lookup(group, namespace.shard, namespace.shard_count, salt, keys, boot_id, shunned)
-        if found.present.all():
+        if found.hit_blocks == len(keys):
             return LookedUp(found, False, NO_REASONS)
-        if found.hit_blocks < len(keys) and self._membership.recovering(now):
+        if self._membership.recovering(now):
             missing = len(keys) - int(np.count_nonzero(found.present))
             return LookedUp(found, True, np.full(missing, MissReason.NOT_YET, dtype=np.uint8))
         table = TableKey(group, namespace.shard, salt)

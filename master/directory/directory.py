@@ -381,6 +381,10 @@ class Directory:
 
         Slots in ``avoid`` are named only for blocks that no other slot has.
         """
+        if len(keys) <= FEW and shard_count == 1 and not avoid:
+            few = self._lookup_few(TableKey(group, shard, salt), keys, boot_id)
+            if few is not None:
+                return few
         ids, codes = self.codes(TableKey(group, shard, salt), keys, boot_id, avoid)
         present = codes != 0
         shard_hit_blocks = prefix_length(present)
@@ -389,8 +393,29 @@ class Directory:
         replicas = self._routes.replicas(ids, boot_id)
         return Found(codes, present, prefix_length(present), shard_hit_blocks, ids, replicas)
 
+    def _lookup_few(self, table: TableKey, keys: Keys, boot_id: str) -> Found | None:
+        """As :meth:`lookup` of one shard, in plain integers; None when replicas take turns."""
+        few = self._few(table, keys, boot_id)
+        if few is None:
+            return None
+        ids, codes, replicas = few
+        hit_blocks = codes.index(0) if 0 in codes else len(codes)
+        array = np.array(codes, dtype=np.uint16)
+        return Found(array, array != 0, hit_blocks, hit_blocks, np.array(ids, dtype=np.uint32), replicas)
+
+    def _few(self, key: TableKey, keys: Keys, boot_id: str) -> tuple[list[int], list[int], int] | None:
+        """Holder sets, location codes, and how many nodes have the block that most have; None as above."""
+        part = self._parts.get(key)
+        ids = [0] * len(keys) if part is None else [part.table.value(low, high) for low, high in keys.tolist()]
+        if self.holders.retired_any:
+            ids = self.holders.mapping()[ids].tolist()
+        routed = self._routes.few(ids, boot_id)
+        return None if routed is None else (ids, *routed)
+
     def codes(self, table: TableKey, keys: Keys, boot_id: str = "", avoid: Collection[int] = ()) -> tuple[Ids, Codes]:
         """The holder set and the location code of each block, as :class:`Found` has them."""
+        if len(keys) <= FEW and not avoid and (few := self._few(table, keys, boot_id)) is not None:
+            return np.array(few[0], dtype=np.uint32), np.array(few[1], dtype=np.uint16)
         ids = self.known_ids(table, keys)
         return ids, self._routes.codes(ids, boot_id, int(keys[0, 0]) if len(keys) else 0, avoid)
 

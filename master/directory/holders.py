@@ -73,6 +73,10 @@ class HolderSets:
         """Ids that are to leave the tables (:meth:`mapping`)."""
         return frozenset(self._retired)
 
+    @property
+    def retired_any(self) -> bool:
+        return bool(self._retired)
+
     def mapping(self) -> Ids:
         """For each id, the one that stands for the same set and is not retired: u32[size]."""
         if self._current is None or len(self._current) < self.size:

@@ -89,6 +89,14 @@ class Routes:
                 codes[at] = self._in_turns(table, boot_id, ids[at], at, start)
         return self._around(codes, ids, boot_id, start, avoid) if avoid else codes
 
+    def few(self, ids: Sequence[int], boot_id: str) -> tuple[list[int], int] | None:
+        """:meth:`codes` and :meth:`replicas` of few blocks, in plain integers; None when some replicas take turns."""
+        table = self._table(boot_id)
+        if table.any_many:
+            return None
+        best, replicas = table.best.item, table.replicas.item
+        return [best(set_id) for set_id in ids], max(map(replicas, ids), default=0)
+
     def replicas(self, ids: Ids, boot_id: str) -> int:
         """How many nodes have the block that most of them have, of blocks with these holder sets; at most 255."""
         return int(self._table(boot_id).replicas[ids].max(initial=0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from types import ModuleType
 
 import numpy as np
@@ -16,9 +17,10 @@ from kvstrata.master import metrics as metrics_module
 from kvstrata.master import placement as placement_module
 from kvstrata.master import replies as replies_module
 from kvstrata.master.content.lookups import NO_REASONS, LookedUp
+from kvstrata.master.directory import directory as directory_module
 from kvstrata.master.directory import table as table_module
-from kvstrata.master.directory.directory import Found
-from kvstrata.master.directory.probing import FEW
+from kvstrata.master.directory.directory import Directory, Found, TableKey
+from kvstrata.master.directory.probing import FEW, Keys
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.metrics import Metrics
 from kvstrata.master.placement import INTENT_S, Candidate, Placed, Placement
@@ -52,7 +54,7 @@ def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float
     now = 1000.0
     for blocks, writer, slots, elapsed, arrives in calls:
         now += elapsed
-        keys = np.array([(number, number * 7) for number, _ in blocks], dtype=np.uint64).reshape(-1, 2)
+        keys = keys_of([number for number, _ in blocks])
         present = np.array([code for _, code in blocks], dtype=np.uint16)
         candidates = [Candidate(slot, f"host{slot % 2}", 50 + slot, 100) for slot in sorted(slots)]
         given_few = few.place(keys, SCOPE, present, candidates, "host1", now, writer)
@@ -68,6 +70,47 @@ def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float
             many.fulfilled(keys, SCOPE)
         assert few.intents == many.intents
         few.check()
+
+
+CHANGES = st.tuples(
+    st.sampled_from(["add", "remove", "hide", "drop slot", "route", "turn"]),
+    st.integers(0, SLOTS - 1),
+    st.integers(0, 2),  # a tier
+    st.sets(st.integers(0, 8), min_size=1),
+)
+
+
+@given(changes=st.lists(CHANGES, max_size=15), asked=st.lists(st.integers(0, 9), max_size=FEW), host=st.integers(0, 2))
+def test_lookups(changes: list[tuple[str, int, int, set[int]]], asked: list[int], host: int) -> None:
+    directory, table = Directory(), TableKey(0, 0, "tenant")
+    for _ in range(SLOTS):
+        directory.take_slot()
+    directory.route({slot: f"host{slot % 2}" for slot in range(SLOTS)})
+    for at, (what, slot, tier, numbers) in enumerate(changes):
+        keys = keys_of(sorted(numbers))
+        match what:
+            case "add":
+                directory.add(slot, table, tier, keys)
+            case "remove":
+                directory.remove(slot, table, tier, keys)
+            case "hide":
+                directory.hide(slot, table, keys, 1)
+            case "drop slot":
+                directory.drop_slot(slot)
+                assert directory.take_slot() == slot
+            case "route":
+                directory.route({other: f"host{other % 2}" for other in range(SLOTS) if other != slot})
+            case "turn":
+                directory.turn(float(at))
+    few = directory.lookup(0, 0, 1, "tenant", keys_of(asked), f"host{host}")
+    with as_many(directory_module, table_module):
+        many = directory.lookup(0, 0, 1, "tenant", keys_of(asked), f"host{host}")
+    for one, other in zip(astuple(few), astuple(many), strict=True):
+        assert np.array_equal(one, other) and np.asarray(one).dtype == np.asarray(other).dtype
+
+
+def keys_of(numbers: list[int]) -> Keys:
+    return np.array([(number, number * 7) for number in numbers], dtype=np.uint64).reshape(-1, 2)
 
 
 @given(codes=st.lists(CODES, max_size=FEW), states=st.lists(st.integers(0, 3), min_size=FEW, max_size=FEW))
