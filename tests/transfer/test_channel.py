@@ -144,6 +144,10 @@ def test_answers_are_polled_for_where_that_pays(
         connection.call(Kind.PING, b"", soon())
         connection.call(Kind.PING, b"", soon())
         assert polls == 2, "and it is tried again"
+        polls, pays = 0, False
+        for _ in range(3):
+            connection.call(Kind.PING, b"", soon())
+        assert polls == 2, "what paid last is soon tried again"
     connection.close()
 
 
