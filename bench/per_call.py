@@ -32,6 +32,7 @@ from kvstrata.proto.wire import Kind
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.serving.reads import ReadHandlers
+from kvstrata.storage.serving.regions import RegionBook
 from kvstrata.storage.serving.writes import WriteHandlers
 from kvstrata.storage.state import NodeState
 from kvstrata.transfer.frames import Frame
@@ -73,7 +74,8 @@ class Handlers:
         self.handle = self.state.open_namespace(Namespace("bench", BLOCK_BYTES, 16, HASH_BYTES))[0]
         lock = threading.Lock()
         reads = ReadHandlers(self.state, lock, time.monotonic)
-        writes = WriteHandlers(self.state, lock, cast(Any, None), lambda: None, time.monotonic)
+        self.regions = RegionBook()
+        writes = WriteHandlers(self.state, lock, self.regions, lambda: None, time.monotonic)
         self._handlers: dict[int, Handler] = {**reads.handlers(), **writes.handlers()}
         owner = SimpleNamespace(key=b"s" * 16, hello=pb.Hello())
         self._connection = cast(Any, SimpleNamespace(owner=owner, local=True, rights=EVERYTHING))

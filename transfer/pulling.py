@@ -21,8 +21,9 @@ from kvstrata.transfer.link import NodeLink
 from kvstrata.transfer.replies import flags, statuses
 from kvstrata.transfer.tracing import TRACING, SpanKind
 
-#: Stores up to this size are hashed first and commit in the same round trip: the node compares what it has read.
-COMMIT_AT_ONCE_BYTES: Final = 256 << 10
+#: Stores up to this size are hashed first and commit in the same round trip: the node compares what it has read, which
+#: takes less than another round trip.
+COMMIT_AT_ONCE_BYTES: Final = 1 << 20
 
 _RESERVED = int(BlockStatus.RESERVED)
 

@@ -63,7 +63,8 @@ def placed(blocks: Sequence[Block], table: FewPieces) -> Iterator[Row]:
     rows, each = iter(table.rows), table.pieces
     start = origin = nbytes = 0
     for block in blocks:
-        target = block.memory.address + block.offset
+        slab = block.memory
+        target = slab.address + slab.data_offset + block.slot * slab.slot_bytes
         for offset, length in islice(rows, each):
             if target == start + nbytes and offset == origin + nbytes:
                 nbytes += length

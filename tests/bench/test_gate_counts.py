@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import os
 import sys
 import time
 from array import array
@@ -18,12 +19,15 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+import xxhash
 from directory import filled
 from per_call import Handlers, chain, commit, counted
 
 from kvstrata.client import Client
 from kvstrata.proto import channel_pb2 as pb
+from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
+from kvstrata.storage.serving.regions import RegionAsk
 from tests.bench.counting import frames, function_calls, least_function_calls, memory_peak, slope
 from tests.e2e.real_pool import RealPool, until
 
@@ -58,6 +62,8 @@ CLIENT_FRAMES: Final = {
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
 NODE_CALLS: Final = {"reserve": (190, 1.0), "commit": (143, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
+#: And of a small pull that commits at once: of one block, and of each block more.
+PULL_CALLS: Final = (237, 6.85)
 #: Function calls of a lookup in a master's directory, however many hashes it has.
 LOOKUP_CALLS: Final = {"hits": 142, "misses": 231, "cut": 231}
 #: A table has a secret of its own, and with it longest probes of its own: each step is a few calls for all hashes.
@@ -186,6 +192,37 @@ def node_calls(node: Handlers, count: int, chains: list[bytes]) -> dict[str, int
     leases = [array("Q", [pb.AcquireOk.FromString(answer).lease]).tobytes() for answer in leased]
     run("release", Kind.RELEASE, [pb.Release(leases=packed).SerializeToString() for packed in leases])
     return took
+
+
+def test_function_calls_of_a_pull_in_a_node() -> None:
+    node, numbers = Handlers(), counted()
+    space = Namespace("pulls", BLOCK_BYTES, 16, HASH_BYTES)
+    handle = node.state.open_namespace(space)[0]
+    memory = np.ones(FEW * BLOCK_BYTES, np.uint8)
+    pidfd = os.pidfd_open(os.getpid())
+    asked = RegionAsk(1, int(memory.ctypes.data), memory.nbytes, os.getpid(), pidfd)
+    assert node.regions.register(b"s" * 16, asked, -1) == "vm"
+    os.close(pidfd)
+    digest = xxhash.xxh3_64_intdigest(memory[:BLOCK_BYTES])
+
+    def pull(count: int) -> Callable[[], Any]:
+        table = np.stack([np.arange(count) * BLOCK_BYTES, np.full(count, BLOCK_BYTES)], axis=1)
+        message = pb.Pull(
+            reserve=pb.Reserve(ns=handle, hashes=chain(next(numbers), count), deadline_ms=20_000),
+            region=1,
+            descriptors=table.tobytes(),
+            pieces=1,
+            checksums=array("Q", [digest] * count).tobytes(),
+        ).SerializeToString()
+        return lambda: node.call(Kind.PULL, message)
+
+    one, few = (min(function_calls(pull(count)) for _ in range(5)) for count in (1, FEW))
+    assert node.state.counts.stored == 5 * (1 + FEW)
+    node.state.check()
+    node.state.arena.close()
+    of_one, of_more = PULL_CALLS
+    bounded("a pull of a block in a node", one, of_one, "function calls")
+    bounded("each more block of a node's pull", slope(one, few, 1, FEW), of_more, "function calls")
 
 
 @pytest.mark.parametrize("which", LOOKUP_CALLS)
