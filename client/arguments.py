@@ -62,7 +62,7 @@ def check_blocks(namespace: PoolNamespace, packed: bytes, blocks: BlockView, *, 
     or cannot be loaded ``into``; :class:`Closed` when their region was unregistered."""
     if not isinstance(blocks, BlockView):
         raise InvalidArgument(f"blocks is a {type(blocks).__name__}: use region.rows(ns) or region.view(ns, offsets)")
-    count = len(blocks)
+    count = len(blocks.table)
     if count * namespace.hash_bytes != len(packed):
         raise InvalidArgument(f"{len(packed) // namespace.hash_bytes} hashes for {count} blocks")
     if blocks.block_bytes != namespace.block_bytes:

@@ -305,7 +305,7 @@ class Client:
         count = check_blocks(namespace, packed, blocks, into=True)
         blocks = self._memory.ordered(blocks)
         shed = partial(self._shed_load, count)
-        call = partial(self._load, namespace, cache_salt, packed, blocks, started)
+        call = partial(self._load_later, namespace, cache_salt, packed, blocks, started)
         return Transfer(self._transfers.submit(call, shed), started + self._deadline_s)
 
     def _shed_load(self, count: int) -> LoadResult:
@@ -316,6 +316,12 @@ class Client:
             self._counters.add("load", result.reasons)
         return result
 
+    def _load_later(
+        self, namespace: PoolNamespace, salt: str, packed: bytes, blocks: BlockView, started: float
+    ) -> LoadResult:
+        self._check_usable()
+        return self._load(namespace, salt, packed, blocks, started)
+
     def _load(
         self,
         namespace: PoolNamespace,
@@ -325,9 +331,8 @@ class Client:
         started: float,
         ranges: LandedRanges | None = None,
     ) -> LoadResult:
-        if not len(blocks):
+        if not packed:
             return LoadResult.of(np.zeros(0, np.uint8), np.zeros(0, np.uint8), 0.0, 0)
-        self._check_usable()
         if not TRACING.on:
             result = self._read(namespace, salt, packed, blocks, started, ranges)
             self._counters.timings.add("load", result.seconds)
@@ -348,7 +353,8 @@ class Client:
         started: float,
         ranges: LandedRanges | None,
     ) -> LoadResult:
-        asked = self._asked(namespace, salt, packed, len(blocks), blocks.pieces, started)
+        count, pieces, _ = blocks.table.shape
+        asked = self._asked(namespace, salt, packed, count, pieces, started)
         attempt = copying(asked, blocks, self._verify, self._counters, ranges)
         fetched = self._reader.read(asked, attempt, None if ranges is None else ranges.over)
         if ranges is not None:

@@ -120,12 +120,13 @@ class ShmPeer:
     def _copy_few(self, request: Fetch, reply: pb.AcquireOk, sent: float) -> Fetched:
         """As :meth:`_copy_out` of all that was asked for, in one piece each, in plain numbers."""
         blocks, nbytes = request.blocks, request.blocks.block_bytes
-        verdict, slots = bytearray(reply.status), list(SLOT_ROW.iter_unpack(reply.rows))
+        verdict, slots, words = bytearray(reply.status), list(SLOT_ROW.iter_unpack(reply.rows)), []
         try:
             target = source = length = 0
             for start, (index, slot, offset, _, _) in zip(blocks.table[:, 0, 0].tolist(), slots, strict=True):
                 slab = self.slabs.get(index)
                 slab.check(slot, offset, nbytes)
+                words.append(slab.generations)
                 if slab.address + offset - source == blocks.region.address + start - target == length:
                     length += nbytes  # neighbours on both sides
                     continue
@@ -137,8 +138,8 @@ class ShmPeer:
                 if block_checksum(blocks, position) != slots[position][4]:
                     verdict[position] = _CORRUPT
             late = time.monotonic() > sent + reply.lease_ms / 1e3 - LEASE_MARGIN_S
-            for position, (index, slot, _, generation, _) in enumerate(slots):
-                if late or self.slabs.get(index).generations[slot] != generation:
+            for position, (_, slot, _, generation, _) in enumerate(slots):
+                if late or words[position][slot] != generation:
                     verdict[position] = _LEASE_LOST
         finally:
             self.link.give_back(reply.lease)

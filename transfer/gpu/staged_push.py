@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvstrata.proto.errors import Unavailable
 from kvstrata.proto.status import BlockStatus
