@@ -44,11 +44,11 @@ TOO_MANY: Final = (
 
 #: Function calls of the calling thread: of a call of one block, and of each block more.
 CLIENT_CALLS: Final = {
-    ("shm", "lookup"): (158, 0.02),
-    ("shm", "load"): (167, 0.2),
+    ("shm", "lookup"): (128, 0.02),
+    ("shm", "load"): (140, 0.2),
     ("shm", "store"): (310, 1.1),
-    ("tcp", "lookup"): (158, 0.02),
-    ("tcp", "load"): (246, 10.0),
+    ("tcp", "lookup"): (128, 0.02),
+    ("tcp", "load"): (223, 1.1),
     ("tcp", "store"): (418, 1.05),
 }
 #: Frames that the calling thread sends: each is a system call, and a wait for its answer.
