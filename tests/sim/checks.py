@@ -14,7 +14,9 @@ from kvstrata.master.state import MasterState
 from kvstrata.proto.folding import fold
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.copying.draining import DrainState
+from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.records import VISIBLE, Block
+from tests.sim.client_host import CALL_S
 from tests.sim.clock import Steps
 from tests.sim.node_host import NodeHost
 from tests.sim.oracle import Key, Violation
@@ -29,6 +31,8 @@ NODE_EVERY, MASTER_EVERY = 16, 40
 LOOK_S = 0.5
 #: A block that moves is found where it is within this.
 WORD_S = 1.0
+#: Where blocks of another size were read last, and nobody gave those leases back, there is room once they end.
+LEASED_S = granted_seconds(int(CALL_S * 1e3))
 #: An order may take this long to arrive, with what its leader knew when it gave it.
 ON_ITS_WAY_S = 10.0
 #: Masters read what the leader saved within this.
@@ -263,7 +267,7 @@ class Checks:
                     yield from self._read_one(client, node, key, tier)
 
     def _read_one(self, client, node: NodeHost, key: Key, tier: int) -> Steps:  # type: ignore[no-untyped-def]
-        until = self._world.now + WORD_S
+        until = self._world.now + WORD_S + LEASED_S
         while self._is_there(key):  # it may have left, for what was read before it
             status = yield from client.load(namespace(key.group), key.salt, key.hash, tier == 0)
             limited = node.state.quotas.limit(Tier.DRAM, key.salt, node.process.clock()) is not None
