@@ -152,18 +152,23 @@ class Namespaces:
                 self._opened[index] = replace(opened, group=after)
         return after
 
+    def knows(self, name: str) -> bool:
+        """Whether the group has been registered here: not only its epoch heard of."""
+        return name in self._groups
+
     def newer(self, epochs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Those of a node's epochs that are past what is known here; of unknown groups they are remembered."""
         ahead = []
         for name, epoch in epochs:
             group = self._groups.get(name)
-            if not 0 < epoch <= EPOCH_MAX:
+            known = group.epoch if group is not None else self._told.get(name, 0)
+            if not known < epoch <= EPOCH_MAX:
                 continue
-            if group is not None:
-                if epoch > group.epoch:
-                    ahead.append((name, epoch))
-            elif name in self._told or len(self._told) < GROUPS_MAX:
-                self._told[name] = max(epoch, self._told.get(name, 0))
+            if group is None:
+                if not known and len(self._told) >= GROUPS_MAX:
+                    continue
+                self._told[name] = epoch
+            ahead.append((name, epoch))
         return ahead
 
     # ------------------------------------------------------------------ handles

@@ -120,9 +120,11 @@ class Clearing:
     # ------------------------------------------------------------------ nodes
 
     def learn(self, event: m.Attach, now: float) -> None:
-        """A node knows epochs that this master does not, as its store was lost or is an old copy: they hold."""
+        """A node knows epochs that this master does not, as its store was lost or is an old copy: they hold, for all
+        nodes, also before anybody has named their group here."""
         for name, epoch in self._namespaces.newer(event.epochs):
-            self._renew(name, epoch, now)
+            if self._namespaces.knows(name):
+                self._renew(name, epoch, now)
             fields = {"node_id": event.facts.node_id, "group": name, "epoch": epoch}
             self._emit(m.Report("node knows a newer weight epoch", fields))
             for node in self._nodes:
@@ -132,7 +134,8 @@ class Clearing:
     def learned(self, epochs: Iterable[tuple[str, int]], now: float) -> None:
         """Groups are at later weight epochs than is known here: somebody who leads has begun them."""
         for name, epoch in self._namespaces.newer(epochs):
-            self._renew(name, epoch, now)
+            if self._namespaces.knows(name):
+                self._renew(name, epoch, now)
 
     def renew(self, name: str, epoch: int, now: float) -> None:
         """A group's weight epoch is this one, whatever was known of it here."""

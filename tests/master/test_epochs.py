@@ -173,6 +173,7 @@ def test_a_node_knows_an_epoch_that_an_emptied_master_does_not() -> None:
     assert world.found(1) == [] and world.state.namespaces.named(NS.group).epoch == 3
     assert m.Cleared(number, None) in commands
     assert m.SendEpoch(other, 0, NS.group, 3) in commands and m.SaveGroup(NS, 3) in commands
+    assert m.SendEpoch(other, 0, "unheard", 2) in commands, "others have to know, whoever opens it"
     (attached,) = [command for command in commands if isinstance(command, m.SendAttached)]
     assert dict(attached.epochs) == {NS.group: 3, "unheard": 2}
     unheard = type(NS)("unheard", 4096, 16)
