@@ -30,6 +30,8 @@ from kvstrata.proto.errors import InvalidArgument, Unavailable
 
 #: While a lookup has no answer the step is tried again this often: its deadline makes no descriptor readable.
 LOOKUP_POLL_S: Final = 0.02
+#: Its sockets: a folder of its own, to which eight characters are added, and the one for lookups.
+FOLDER, LOOKUP_SOCKET = "kvstrata-engine-", "lookup"
 #: What a step that only waits for transfers is tried again after, should a wake-up be lost.
 TRANSFER_POLL_S: Final = 1.0
 
@@ -89,11 +91,12 @@ class Engine:
             return cls(config, make_executor(config), tokenizer)
         # Nothing of a pool is needed, or imported, without one.
         from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
+        from kvstrata.engine_adapter.connector.socket_folder import socket_home
 
         with contextlib.ExitStack() as stack:
-            folder = Path(tempfile.mkdtemp(prefix="kvstrata-engine-"))
+            folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=socket_home(f"{FOLDER}12345678/{LOOKUP_SOCKET}")))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            endpoint = f"ipc://{folder / 'lookup'}"
+            endpoint = f"ipc://{folder / LOOKUP_SOCKET}"
             executor = make_executor(config, endpoint)
             stack.callback(executor.close)
             engine = cls(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvstrata.engine_adapter.connector.socket_folder import socket_home
 from kvstrata.proto.errors import InvalidArgument
 
 FOLDER: Final = "kvstrata-vllm-{uid}"
@@ -21,12 +21,13 @@ STALE_S: Final = 60.0
 def lookup_endpoint(engine_id: str) -> str:
     """``ipc://...``, the same in the engine's scheduler and workers. Raises :class:`InvalidArgument` when the folder
     is not this user's alone."""
-    folder = Path(tempfile.gettempdir()) / FOLDER.format(uid=os.getuid())
+    folder_name, name = FOLDER.format(uid=os.getuid()), hashlib.sha256(engine_id.encode()).hexdigest()[:24]
+    folder = socket_home(f"{folder_name}/{name}") / folder_name
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat(follow_symlinks=False)
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise InvalidArgument(f"{folder} is open to other users, or theirs: remove it, or set TMPDIR")
-    return f"ipc://{folder / hashlib.sha256(engine_id.encode()).hexdigest()[:24]}"
+    return f"ipc://{folder / name}"
 
 
 def remove_stale(endpoint: str) -> int:
