@@ -134,7 +134,7 @@ def test_a_call_is_one_trace_over_three_processes(traced: TracedPool, receiver: 
     mine = [span for span in receiver.spans[begin:] if span.service == "engine"]  # all sent, now that it has stopped
     (stored,) = [s for s in mine if s.name == "kvstrata.store" and s.facts.get("kvstrata.status.stored") == 8]
     found = [span for span in mine if span.name == "kvstrata.lookup"][-1]
-    halves = {"shm": ("pull", "commit"), "tcp": ("reserve", "write")}[transport]
+    halves = {"shm": ("pull",), "tcp": ("reserve", "write")}[transport]
     ways = {f"kvstrata.node.{half}" for half in halves}
 
     def have(span: Seen, names: set[str]) -> bool:

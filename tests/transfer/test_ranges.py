@@ -17,7 +17,6 @@ from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer import shm
 from kvstrata.transfer.base import Fetch, Mask
 from kvstrata.transfer.copier import copy_range
-from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.ranges import cut, tell_whole
 from kvstrata.transfer.regions import Region
 
@@ -80,20 +79,20 @@ def test_blocks_that_are_cut_differently_come_whole() -> None:
 
 
 def fetch_ranges(
-    monkeypatch: pytest.MonkeyPatch, before_range: Callable[[int, FakeSlab], None], lease_s: float = 9.0
+    before_range: Callable[[int, FakeSlab], None], lease_s: float = 9.0
 ) -> tuple[list[tuple[int, list[bool], int]], list[int], npt.NDArray[np.uint8]]:
     """Three asked blocks of two ranges, the middle one missing; what was told, the statuses, and the rows."""
     slab = FakeSlab(3)
     peer = shm.ShmPeer.__new__(shm.ShmPeer)
     peer.tamper, peer._sampler = None, shm.Sampler()
-    peer.slabs, peer.link = FakeSlabs(slab), FakeLink()  # type: ignore[assignment]
+    peer.slabs = FakeSlabs(slab)  # type: ignore[assignment]
     rows = np.zeros(3, np.dtype([("slab", "<u4"), ("slot", "<u4"), ("offset", "<u8"), ("gen", "<u8"), ("sum", "<u8")]))
     rows["slot"], rows["offset"] = np.arange(3), np.arange(3) * 64
     answer = pb.AcquireOk(
         status=bytes([LOADED, MISSING, LOADED]), tier=bytes(2), lease=5, lease_ms=int(lease_s * 1e3),
         rows=rows[[0, 2]].tobytes(),
     )  # fmt: skip
-    monkeypatch.setattr(peer, "_acquire", lambda *_: Granted(answer, time.monotonic(), 3))
+    peer.link = FakeLink(answer)  # type: ignore[assignment]
     memory = np.zeros((3, 64), np.uint8)
     told: list[tuple[int, list[bool], int]] = []
 
@@ -130,30 +129,34 @@ class FakeSlabs:
 
 
 class FakeLink:
-    def __init__(self) -> None:
+    def __init__(self, answer: pb.AcquireOk) -> None:
         self.returned: list[int] = []
+        self._answer = answer
+
+    def acquire(self, *_: object) -> tuple[pb.AcquireOk, float]:
+        return self._answer, time.monotonic()
 
     def give_back(self, lease: int) -> None:
         self.returned.append(lease)
 
 
-def test_each_range_is_told_when_it_is_in_place_and_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, status, memory = fetch_ranges(monkeypatch, lambda *_: None)
+def test_each_range_is_told_when_it_is_in_place_and_no_later() -> None:
+    told, status, memory = fetch_ranges(lambda *_: None)
     assert told == [(0, [True, False, True], 16), (1, [True, False, True], 64)]
     assert status == [LOADED, MISSING, LOADED] and (memory[[0, 2]] == 7).all() and not memory[1].any()
 
 
-def test_a_slot_that_is_used_again_meanwhile_is_told_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_used_again_meanwhile_is_told_of_no_more() -> None:
     def reuse(part: int, slab: FakeSlab) -> None:
         slab.generations[2] = 1
 
-    told, status, _ = fetch_ranges(monkeypatch, reuse)
+    told, status, _ = fetch_ranges(reuse)
     assert [mask for _, mask, _ in told] == [[True, False, True], [True, False, False]]
     assert status == [LOADED, MISSING, BlockStatus.LEASE_LOST]
 
 
-def test_nothing_is_told_under_a_lease_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, status, _ = fetch_ranges(monkeypatch, lambda *_: None, lease_s=0.0)
+def test_nothing_is_told_under_a_lease_that_has_ended() -> None:
+    told, status, _ = fetch_ranges(lambda *_: None, lease_s=0.0)
     assert not any(any(mask) for _, mask, _ in told)
     assert status == [BlockStatus.LEASE_LOST, MISSING, BlockStatus.LEASE_LOST]
 
