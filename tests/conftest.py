@@ -1,6 +1,8 @@
 """Two tiers of tests: what CI runs, and the long ones. Each says its seed, its budget and what it took.
 
 ``pytest`` leaves out what is marked ``long``; ``pytest --long`` runs that alone. ``--seed`` repeats a run.
+``-n 2 --dist loadgroup`` runs what starts processes of its own in one worker, a test at a time, and all else, by file,
+in the other: such tests mind what the machine does besides, and wait a lot.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +20,8 @@ from hypothesis import settings
 CI_BUDGET_MIN = 40
 #: And all of the long tier: of it ten are chaos, and about half an hour the soak.
 LONG_BUDGET_MIN = 90
+#: Folders of tests that start processes.
+WITH_PROCESSES = {Path(__file__).parent / name for name in ("bench", "chaos", "cli", "e2e", "helm")}
 #: For a long test that names no limit of its own.
 LONG_TIMEOUT_S = 1800.0
 
@@ -34,13 +40,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
     given = config.getoption("--seed")
     if given is not None and getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = given
-    config.stash[SEED] = int.from_bytes(os.urandom(4), "little") if given is None else given
+    drawn = worker.get(WORKER_SEED) or int.from_bytes(os.urandom(4), "little")
+    config.stash[SEED] = drawn if given is None else given
+    if worker:
+        os.environ.pop("COLUMNS", None)  # a worker's terminal is nobody's
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers have the seed that is shown."""
+    node.workerinput[WORKER_SEED] = node.config.stash[SEED]
 
 
 SEED = pytest.StashKey[int]()
+WORKER_SEED = "kvstrata_seed"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -48,8 +65,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"tier: {tier}, seed {config.stash[SEED]} (repeat with --seed {config.stash[SEED]})"
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    if config.getoption("loadgroup", False):  # in a worker
+        for item in items:
+            apart = WITH_PROCESSES.isdisjoint(item.path.parents)
+            item.add_marker(pytest.mark.xdist_group(item.path.name if apart else "processes"))
+    yield
+    _choose(config, items)
+
+
+def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the items of the tier that was asked for."""
     long = bool(config.getoption("--long"))
     left_out = [item for item in items if (item.get_closest_marker("long") is not None) != long]
     if left_out:
