@@ -29,7 +29,8 @@ class Slab:
 
     def __init__(self, fd: int, length: int, slots: int) -> None:
         try:
-            mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            # Pages are entered as they are read, many at a time: entering all of them first would hold up one reader.
+            mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, OverflowError, ValueError) as error:
             raise ProtocolError(f"a slab of {length} bytes that cannot be mapped: {error}") from error
         self.bytes = np.frombuffer(mapping, np.uint8)
