@@ -1,7 +1,7 @@
 """Two tiers of tests: what CI runs, and the long ones. Each says its seed, its budget and what it took.
 
 ``pytest`` leaves out what is marked ``long``; ``pytest --long`` runs that alone. ``--seed`` repeats a run.
-``-n 2 --dist loadgroup`` runs what starts processes of its own in one worker, a test at a time, and all else, by file,
+With ``-n 2`` (pytest-xdist) what starts processes of its own runs in one worker, a test at a time, and all else, by file,
 in the other: such tests mind what the machine does besides, and wait a lot.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ CI_BUDGET_MIN = 40
 #: And all of the long tier: of it ten are chaos, and about half an hour the soak.
 LONG_BUDGET_MIN = 90
 #: Folders of tests that start processes.
-WITH_PROCESSES = {Path(__file__).parent / name for name in ("bench", "chaos", "cli", "e2e", "helm")}
+WITH_PROCESSES = ("tests/bench/", "tests/chaos/", "tests/cli/", "tests/e2e/", "tests/helm/")
 #: For a long test that names no limit of its own.
 LONG_TIMEOUT_S = 1800.0
 
@@ -65,18 +64,20 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"tier: {tier}, seed {config.stash[SEED]} (repeat with --seed {config.stash[SEED]})"
 
 
-@pytest.hookimpl(tryfirst=True, wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    if config.getoption("loadgroup", False):  # in a worker
-        for item in items:
-            apart = WITH_PROCESSES.isdisjoint(item.path.parents)
-            item.add_marker(pytest.mark.xdist_group(item.path.name if apart else "processes"))
-    yield
-    _choose(config, items)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, and all files of tests that start processes as one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByKind(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if nodeid.startswith(WITH_PROCESSES) else nodeid.partition("::")[0]
+
+    return ByKind(config, log)
 
 
-def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the items of the tier that was asked for."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = bool(config.getoption("--long"))
     left_out = [item for item in items if (item.get_closest_marker("long") is not None) != long]
     if left_out:
