@@ -1,8 +1,8 @@
 """Two tiers of tests: what CI runs, and the long ones. Each says its seed, its budget and what it took.
 
 ``pytest`` leaves out what is marked ``long``; ``pytest --long`` runs that alone. ``--seed`` repeats a run.
-With ``-n 2`` (pytest-xdist) what starts processes of its own runs in one worker, a test at a time, and all else, by file,
-in the other: such tests mind what the machine does besides, and wait a lot.
+With ``-n 2`` (pytest-xdist) what starts processes of its own runs in one worker, a test at a time, and all else in the
+other, by file: such tests mind what the machine does besides, and wait a lot.
 """
 
 from __future__ import annotations
