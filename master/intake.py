@@ -112,8 +112,12 @@ class Intake:
                 fields = {"node_id": node.node_id, "reason": str(error)}
                 self._emit(m.Report("node holds a namespace that is refused", fields))
                 return None
-            if part.epoch > group.epoch and not self._standing.leading:
-                self._clearing.learned([(group.name, part.epoch)], now)  # the leader has begun it
+            if part.epoch > group.epoch:  # passed over, its blocks would be unknown here for as long as they stay
+                begun = [(group.name, part.epoch)]
+                if self._standing.leading:
+                    self._clearing.told(node.node_id, begun, now)
+                else:
+                    self._clearing.learned(begun, now)
                 group = self._namespaces.named(group.name)
             if part.epoch != group.epoch:
                 self._counts["holdings_of_other_epochs"] += 1

@@ -122,10 +122,15 @@ class Clearing:
     def learn(self, event: m.Attach, now: float) -> None:
         """A node knows epochs that this master does not, as its store was lost or is an old copy: they hold, for all
         nodes, also before anybody has named their group here."""
-        for name, epoch in self._namespaces.newer(event.epochs):
+        self.told(event.facts.node_id, event.epochs, now)
+
+    def told(self, node_id: str, epochs: Iterable[tuple[str, int]], now: float) -> None:
+        """As :meth:`learn`. A master that leads may also hear of an epoch by the blocks of it: then another has led
+        since, and begun it, and this one will hear of that, too."""
+        for name, epoch in self._namespaces.newer(epochs):
             if self._namespaces.knows(name):
                 self._renew(name, epoch, now)
-            fields = {"node_id": event.facts.node_id, "group": name, "epoch": epoch}
+            fields = {"node_id": node_id, "group": name, "epoch": epoch}
             self._emit(m.Report("node knows a newer weight epoch", fields))
             for node in self._nodes:
                 if node.linked and node.attachment is not None:

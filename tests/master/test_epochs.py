@@ -89,21 +89,33 @@ def test_placements_and_reports_of_an_older_handle_are_refused_and_ignored() -> 
     assert world.found(1) == []
 
 
-def test_what_a_node_says_of_other_epochs_is_ignored_and_counted() -> None:
+def test_what_a_node_says_of_older_epochs_is_ignored_and_counted() -> None:
     world = World()
     session = world.up(1)
     world.bump()
     world.delta(session, 1, add=[2], epoch=0)  # was under way when the epoch began
-    world.delta(session, 2, add=[3], epoch=5)
-    world.delta(session, 3, add=[4], epoch=1)
-    world.delta(session, 4, remove=[4], epoch=0)
-    assert world.found(1, 2, 3, 4) == [4]
-    assert world.state.counts["holdings_of_other_epochs"] == 3
+    world.delta(session, 2, add=[4], epoch=1)
+    world.delta(session, 3, remove=[4], epoch=0)
+    assert world.found(1, 2, 4) == [4]
+    assert world.state.counts["holdings_of_other_epochs"] == 2
     again = world.attach()
-    world.snapshot(again, 4, 1, 2, epoch=0, last=False)
+    world.snapshot(again, 3, 1, 2, epoch=0, last=False)
     world.bump()
-    world.snapshot(again, 4, 5, epoch=1, first=False)
+    world.snapshot(again, 3, 5, epoch=1, first=False)
     assert world.found(1, 2, 4, 5) == [], "what a snapshot loaded before a bump is of before it"
+
+
+def test_blocks_of_a_later_epoch_tell_a_master_that_leads_of_it() -> None:
+    """Another has led since, and this one has not heard of that yet: what it passed over now it would never know."""
+    world = World()
+    other, session = world.up(1, node_id="other"), world.up(1)
+    began = len(world.commands)
+    world.delta(session, 1, add=[2, 3], epoch=2)
+    assert world.found(1, 2, 3) == [2, 3] and world.state.namespaces.named(NS.group).epoch == 2
+    assert m.SaveGroup(NS, 2) in world.commands[began:] and m.SendEpoch(other, 0, NS.group, 2) in world.commands[began:]
+    assert world.state.counts["holdings_of_other_epochs"] == 0
+    world.delta(other, 1, add=[4], epoch=0)
+    assert world.found(1, 2, 3, 4) == [2, 3], "the other has not switched yet"
 
 
 def test_misses_after_it_are_counted_as_such() -> None:
