@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -36,14 +35,6 @@ def digests(view: memoryview, block_bytes: int) -> list[int]:
     """xxh3_64 of each ``block_bytes`` of ``view``, which is whole blocks."""
     digest = _digest
     return [digest(view[start : start + block_bytes]) for start in range(0, view.nbytes, block_bytes)]
-
-
-def digest_of_pieces(views: Sequence[memoryview]) -> int:
-    """xxh3_64 of one block that lies in pieces."""
-    state = xxhash.xxh3_64()
-    for view in views:
-        state.update(view)
-    return state.intdigest()
 
 
 def checksums(blocks: BlockView) -> npt.NDArray[np.uint64]:

@@ -24,7 +24,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
-from kvstrata.transfer.checksums import checksums, digest_of_pieces, digests
+from kvstrata.transfer.checksums import block_checksum, checksums, digests
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
@@ -144,7 +144,7 @@ class TcpPeer:
             if blocks.pieces == 1:
                 found = digests(views[view], blocks.block_bytes)
             else:
-                found = [digest_of_pieces(views[view + 1 - blocks.pieces : view + 1])]
+                found = [block_checksum(blocks, low)]
             if found != wanted[low:high]:
                 wrong = [low + index for index, digest in enumerate(found) if digest != wanted[low + index]]
                 granted.status[granted.positions[wrong]] = BlockStatus.CORRUPT
