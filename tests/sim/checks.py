@@ -267,13 +267,14 @@ class Checks:
                     yield from self._read_one(client, node, key, tier)
 
     def _read_one(self, client, node: NodeHost, key: Key, tier: int) -> Steps:  # type: ignore[no-untyped-def]
-        until = self._world.now + WORD_S + LEASED_S
+        until = self._world.now + WORD_S
         while self._is_there(key):  # it may have left, for what was read before it
             status = yield from client.load(namespace(key.group), key.salt, key.hash, tier == 0)
             limited = node.state.quotas.limit(Tier.DRAM, key.salt, node.process.clock()) is not None
             if status[0] == _LOADED or (limited and status[0] in _NO_ROOM):
                 return
-            if self._world.now >= until and self._is_there(key):
+            late = self._world.now >= (until + LEASED_S if status[0] == BlockStatus.NO_ROOM else until)
+            if late and self._is_there(key):
                 why = BlockStatus(status[0]).name
                 raise Violation(
                     f"INV-7: {key} is on {node.name} ({'memory' if not tier else 'SSD'}) and a reader gets {why}"
