@@ -76,6 +76,7 @@ class FakeNode:
         self._attached = threading.Event()
         self.acked = 0  #: what the master has said that it has taken in
         self._acked: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  #: what follows the snapshot; None: no more
         self._channel = grpc.insecure_channel(hello.grpc, [("grpc.use_local_subchannel_pool", 1)])
         self._sync = self._channel.stream_stream(
             "/kvstrata.Master/Sync", lambda message: message, control.MasterMessage.FromString
@@ -103,7 +104,7 @@ class FakeNode:
         self._attached.wait(ATTACH_S)
         while self._parts:
             yield self._parts.pop(0)
-        self._over.wait()
+        yield from iter(self._said.get, None)
 
     def _hear(self, stream: Any) -> None:
         try:
@@ -120,8 +121,13 @@ class FakeNode:
             if not self._over.is_set():
                 raise SystemExit(f"{self.node_id}: its stream ended: {error}") from error
 
+    def say(self, **body: Any) -> None:
+        """After the snapshot: one message, whose body is given by name."""
+        self._said.put(control.NodeMessage(**body).SerializeToString())
+
     def close(self) -> None:
         self._over.set()
+        self._said.put(None)
         self._channel.close()
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +25,17 @@ import numpy as np
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from cases import cpu_ns
-from directory_attach import SALT, SPEC, FakeNode, a_master, directory_bytes, hashes_of, resident_bytes
+from directory_attach import (
+    HEARTBEAT_S,
+    SALT,
+    SPEC,
+    FakeNode,
+    a_master,
+    directory_bytes,
+    hashes_of,
+    heartbeats,
+    resident_bytes,
+)
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
@@ -36,10 +45,11 @@ from kvstrata.transfer.identity import Identity
 
 #: Nodes say how they are, and that they live; clients that are quiet say that they live.
 STATUS_S: Final = 1.0
-HEARTBEAT_S: Final = 1.0
+BEAT_S: Final = 1.0
 PING_S: Final = 5.0
 QUIET_S: Final = 2.0
-DRAINED_S: Final = 60.0
+SETTLED_S: Final = 60.0
+LOOK_S: Final = 0.25
 #: Messages of one kind that are timed together, and how often; the median counts.
 TURNS: Final = 5
 
@@ -71,7 +81,7 @@ class Traffic:
             "place": calls,
             "announce": calls,
             "leave": calls,
-            "heartbeat of a node": self.nodes / HEARTBEAT_S,
+            "heartbeat of a node": self.nodes / BEAT_S,
             "status of a node": self.nodes / STATUS_S,
             "ping of a client": self.engines / PING_S,
         }
@@ -80,44 +90,15 @@ class Traffic:
 class Node(FakeNode):
     """One that also says what comes and goes, and how it is."""
 
-    def __init__(self, hello: pb.HelloOk, index: int, blocks: int) -> None:
-        super().__init__(hello, index, blocks)
-        self.seq = 1
-        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-    def _messages(self) -> Iterator[bytes]:
-        yield self._attach
-        self._attached.wait()
-        while self._parts:
-            yield self._parts.pop(0)
-        while (message := self._said.get()) is not None:
-            yield message
+    seq = 1  #: of the last delta; the snapshot stands for the first
 
     def change(self, hashes: bytes, *, added: bool) -> None:
         self.seq += 1
         change = control.Change(added=added, spec=SPEC, salt=SALT, tier=0, hashes=hashes)
-        self._said.put(control.NodeMessage(delta=control.Delta(seq=self.seq, changes=[change])).SerializeToString())
+        self.say(delta=control.Delta(seq=self.seq, changes=[change]))
 
     def status(self) -> None:
-        status = control.NodeStatus(dram_bytes_used=1 << 30, dram_bytes_free=1 << 40, blocks=1)
-        self._said.put(control.NodeMessage(status=status).SerializeToString())
-
-    def drained(self) -> None:
-        """Wait until the master has taken in what was said. Raises SystemExit after :data:`DRAINED_S`."""
-        until = time.monotonic() + DRAINED_S
-        while self.acked < self.seq:
-            if time.monotonic() > until:
-                raise SystemExit(f"{self.node_id}: the master takes its changes in too slowly")
-            time.sleep(0.002)
-
-    def close(self) -> None:
-        self._said.put(None)
-        super().close()
-
-
-def beat(connection: Connection, node: Node) -> None:
-    message = pb.Heartbeat(node_id=node.node_id, incarnation=node.index + 1)
-    connection.call(Kind.HEARTBEAT, message.SerializeToString())
+        self.say(status=control.NodeStatus(dram_bytes_used=1 << 30, dram_bytes_free=1 << 40, blocks=1))
 
 
 class Pool:
@@ -131,7 +112,7 @@ class Pool:
         self._address: str = ready["channel"]
         self._connection = self.connect("client")
         self._over = threading.Event()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating = threading.Thread(target=heartbeats, args=(self._address, self.nodes, self._over), daemon=True)
         self._beating.start()
         for index in range(traffic.nodes):
             node = Node(self._connection.hello, index, self.each)
@@ -144,14 +125,6 @@ class Pool:
 
     def connect(self, role: str) -> Connection:
         return Connection.open(self._address, Identity.new(role, "bench"), silence_s=30, connect_s=5)
-
-    def _beat(self) -> None:
-        """Keep the nodes alive."""
-        connection = self.connect("heartbeat")
-        while not self._over.wait(HEARTBEAT_S):
-            for node in list(self.nodes):
-                beat(connection, node)
-        connection.close()
 
     def close(self) -> None:
         self._over.set()
@@ -185,7 +158,9 @@ class Pool:
         expect(pb.PlaceOk, self._connection.call(Kind.PLACE, ask.SerializeToString()), Kind.PLACE_OK)
 
     def heartbeat(self) -> None:
-        beat(self._connection, self._next())
+        node = self._next()
+        message = pb.Heartbeat(node_id=node.node_id, incarnation=node.index + 1)
+        self._connection.call(Kind.HEARTBEAT, message.SerializeToString())
 
     def ping(self) -> None:
         self._connection.call(Kind.PING, b"")
@@ -199,9 +174,18 @@ class Pool:
 
         return say
 
-    def drained(self) -> None:
-        for node in self.nodes:
-            node.drained()
+    def settled(self, idle: float) -> None:
+        """Wait until the master has done what it was sent, and spends what it spends anyway: ``idle`` CPU seconds a
+        second. Raises SystemExit after :data:`SETTLED_S`."""
+        until = time.monotonic() + SETTLED_S
+        while True:
+            began, before = time.monotonic(), cpu_ns(self.pid)
+            time.sleep(LOOK_S)
+            used = (cpu_ns(self.pid) - before) / 1e9 / (time.monotonic() - began)
+            if used <= 1.5 * idle + 0.02 and all(node.acked >= node.seq for node in self.nodes):
+                return
+            if time.monotonic() > until:
+                raise SystemExit(f"the master has not come to rest in {SETTLED_S:.0f} s")
 
     def again(self) -> None:
         """What is said next is about the same blocks as what was said last."""
@@ -213,7 +197,7 @@ def cost_us(pool: Pool, messages: int, say: Callable[[], None], idle: float) -> 
     began, before = time.monotonic(), cpu_ns(pool.pid)
     for _ in range(messages):
         say()
-    pool.drained()
+    pool.settled(idle)
     return ((cpu_ns(pool.pid) - before) / 1e9 - idle * (time.monotonic() - began)) / messages * 1e6
 
 
