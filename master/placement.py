@@ -171,9 +171,11 @@ class Placement:
             if fresh:
                 slot = self._choose_one(candidates, boot_id).slot
                 intent = slot + 1 << _SLOT_SHIFT | writer << _TICK_BITS | _tick(now)
+                code, placed = 1 + code_of(slot, 0), {}
                 for at in fresh:
-                    codes[at], (low, high) = 1 + code_of(slot, 0), scoped[at]
-                    self._intents.put_one(low, high, intent)
+                    codes[at], (low, high) = code, scoped[at]
+                    placed[low, high] = intent
+                self._intents.put_few(placed)
         return Placed(np.array(codes, dtype=np.uint16), np.array(states, dtype=np.uint8))
 
     # ------------------------------------------------------------------ choice

@@ -136,7 +136,7 @@ class Questions:
                 "open the namespace again"
             )
         shunned = self._membership.slots_of(avoid)
-        present = self._directory.codes(TableKey(group, namespace.shard, salt), keys, boot_id, shunned)[1]
+        present = self._directory.codes(TableKey(group, namespace.shard, salt), keys, boot_id, shunned)
         active = self._membership.active()
         if self._standing.leading:
             self._membership.quotas.seen(salt, namespace.block_bytes, now)

@@ -381,11 +381,15 @@ class Directory:
 
         Slots in ``avoid`` are named only for blocks that no other slot has.
         """
-        if len(keys) <= FEW and shard_count == 1 and not avoid:
-            few = self._lookup_few(TableKey(group, shard, salt), keys, boot_id)
-            if few is not None:
-                return few
-        ids, codes = self.codes(TableKey(group, shard, salt), keys, boot_id, avoid)
+        key = TableKey(group, shard, salt)
+        if len(keys) <= FEW:
+            few = self._few_ids(key, keys)
+            if shard_count == 1 and not avoid and (routed := self._routes.few(few, boot_id)) is not None:
+                return _found_few(few, *routed)
+            ids = np.array(few, dtype=np.uint32)
+        else:
+            ids = self.known_ids(key, keys)
+        codes = self._routes.codes(ids, boot_id, _start(keys), avoid)
         present = codes != 0
         shard_hit_blocks = prefix_length(present)
         if shard_count > 1:
@@ -393,31 +397,22 @@ class Directory:
         replicas = self._routes.replicas(ids, boot_id)
         return Found(codes, present, prefix_length(present), shard_hit_blocks, ids, replicas)
 
-    def _lookup_few(self, table: TableKey, keys: Keys, boot_id: str) -> Found | None:
-        """As :meth:`lookup` of one shard, in plain integers; None when replicas take turns."""
-        few = self._few(table, keys, boot_id)
-        if few is None:
-            return None
-        ids, codes, replicas = few
-        hit_blocks = codes.index(0) if 0 in codes else len(codes)
-        array = np.array(codes, dtype=np.uint16)
-        return Found(array, array != 0, hit_blocks, hit_blocks, np.array(ids, dtype=np.uint32), replicas)
+    def codes(self, table: TableKey, keys: Keys, boot_id: str = "", avoid: Collection[int] = ()) -> Codes:
+        """The location code of each block, as :class:`Found` has them."""
+        if len(keys) <= FEW:
+            few = self._few_ids(table, keys)
+            if not avoid and (routed := self._routes.few(few, boot_id)) is not None:
+                return np.array(routed[0], dtype=np.uint16)
+            ids = np.array(few, dtype=np.uint32)
+        else:
+            ids = self.known_ids(table, keys)
+        return self._routes.codes(ids, boot_id, _start(keys), avoid)
 
-    def _few(self, key: TableKey, keys: Keys, boot_id: str) -> tuple[list[int], list[int], int] | None:
-        """Holder sets, location codes, and how many nodes have the block that most have; None as above."""
+    def _few_ids(self, key: TableKey, keys: Keys) -> list[int]:
+        """As :meth:`known_ids`, key by key."""
         part = self._parts.get(key)
         ids = [0] * len(keys) if part is None else [part.table.value(low, high) for low, high in keys.tolist()]
-        if self.holders.retired_any:
-            ids = self.holders.mapping()[ids].tolist()
-        routed = self._routes.few(ids, boot_id)
-        return None if routed is None else (ids, *routed)
-
-    def codes(self, table: TableKey, keys: Keys, boot_id: str = "", avoid: Collection[int] = ()) -> tuple[Ids, Codes]:
-        """The holder set and the location code of each block, as :class:`Found` has them."""
-        if len(keys) <= FEW and not avoid and (few := self._few(table, keys, boot_id)) is not None:
-            return np.array(few[0], dtype=np.uint32), np.array(few[1], dtype=np.uint16)
-        ids = self.known_ids(table, keys)
-        return ids, self._routes.codes(ids, boot_id, int(keys[0, 0]) if len(keys) else 0, avoid)
+        return self.holders.mapping()[ids].tolist() if self.holders.retired_any else ids
 
     def _with_sisters(
         self,
@@ -563,6 +558,17 @@ def _less(report: _Report, others: Iterable[_Report]) -> _Report:
             rest = named.find(report.keys) == 0
             report = report._replace(keys=report.keys[rest], tiers=report.tiers[rest])
     return report
+
+
+def _start(keys: Keys) -> int:
+    """Where a caller begins among equal replicas."""
+    return int(keys[0, 0]) if len(keys) else 0
+
+
+def _found_few(ids: list[int], codes: list[int], replicas: int) -> Found:
+    hit_blocks = codes.index(0) if 0 in codes else len(codes)
+    array = np.array(codes, dtype=np.uint16)
+    return Found(array, array != 0, hit_blocks, hit_blocks, np.array(ids, dtype=np.uint32), replicas)
 
 
 def prefix_length(present: npt.NDArray[np.bool_]) -> int:

@@ -90,9 +90,10 @@ class Routes:
         return self._around(codes, ids, boot_id, start, avoid) if avoid else codes
 
     def few(self, ids: Sequence[int], boot_id: str) -> tuple[list[int], int] | None:
-        """:meth:`codes` and :meth:`replicas` of few blocks, in plain integers; None when some replicas take turns."""
+        """:meth:`codes` and :meth:`replicas` of few blocks, in plain integers; None when some of them have replicas
+        that take turns."""
         table = self._table(boot_id)
-        if table.any_many:
+        if table.any_many and any(map(table.many.item, ids)):
             return None
         best, replicas = table.best.item, table.replicas.item
         return [best(set_id) for set_id in ids], max(map(replicas, ids), default=0)

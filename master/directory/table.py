@@ -10,7 +10,7 @@ memory is asked for ahead, bit by bit, as a kernel needs a good part of a second
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -125,8 +125,7 @@ class Table:
     def put(self, keys: Keys, values: Values) -> None:
         """Set values (none of them 0). Of equal keys in one batch the last wins."""
         if len(keys) <= FEW:
-            for (low, high), value in zip(keys.tolist(), values.tolist(), strict=True):
-                self.put_one(low, high, value)
+            self.put_few(dict(zip(map(tuple, keys.tolist()), values.tolist(), strict=True)))
             return
         self._advance(keys)
         slots = self._slots.locate(keys)
@@ -134,14 +133,17 @@ class Table:
         self._slots.value[slots[known]] = values[known]
         self._insert(keys[~known], values[~known])
 
-    def put_one(self, low: int, high: int, value: int) -> None:
-        """As :meth:`put`, for one key."""
-        self._advance_few([(low, high)])
-        slot = self._slots.locate_one(low, high)
-        if slot >= 0:
-            self._slots.set_one(slot, value)
-        else:
-            self._insert_one(low, high, value)
+    def put_few(self, entries: Mapping[tuple[int, int], int]) -> None:
+        """As :meth:`put`, key by key."""
+        self._advance_few(entries)
+        fresh = []
+        for (low, high), value in entries.items():
+            slot = self._slots.locate_one(low, high)
+            if slot >= 0:
+                self._slots.set_one(slot, value)
+            else:
+                fresh.append((low, high, value))
+        self._insert_few(fresh)
 
     def discard(self, keys: Keys) -> int:
         """Take keys out; returns how many were there."""
@@ -186,9 +188,7 @@ class Table:
         for slot, _, _, value in altered:
             if slot >= 0:
                 self._slots.set_one(slot, value)
-        for slot, (low, high), _, value in altered:
-            if slot < 0:  # last, as slots change when this needs more of them
-                self._insert_one(low, high, value)
+        self._insert_few([(*pair, value) for slot, pair, _, value in altered if slot < 0])
         self._maybe_shrink()
         return [(was, now) for _, _, was, now in altered]
 
@@ -233,7 +233,7 @@ class Table:
             self._take_over(old[old >= 0])
         self._go_on(len(keys))
 
-    def _advance_few(self, pairs: list[tuple[int, int]]) -> None:
+    def _advance_few(self, pairs: Collection[tuple[int, int]]) -> None:
         """As :meth:`_advance`, key by key."""
         old = self._old
         if old is not None:
@@ -299,10 +299,12 @@ class Table:
         self._make_room(len(keys))
         return self._place(keys, values)
 
-    def _insert_one(self, low: int, high: int, value: int) -> None:
-        """As :meth:`_insert`, for one key."""
-        self._make_room(1)
-        self._place_one(low, high, value)
+    def _insert_few(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """As :meth:`_insert`, of distinct keys, key by key."""
+        if entries:
+            self._make_room(len(entries))  # first: slots are others after it
+        for low, high, value in entries:
+            self._place_one(low, high, value)
 
     def _make_room(self, count: int) -> None:
         coming = count + (self._old.live if self._old is not None else 0)

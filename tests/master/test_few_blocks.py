@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstrata.master import metrics as metrics_module
@@ -80,6 +80,8 @@ CHANGES = st.tuples(
 )
 
 
+@example(changes=[("add", 0, 0, set(range(9))), ("add", 2, 0, {0, 1, 2, 3, 4})], asked=[*range(1, 9)], host=1)
+@example(changes=[("add", 0, 0, set(range(9))), ("add", 2, 0, {0})], asked=[*range(1, 9)], host=1)
 @given(changes=st.lists(CHANGES, max_size=15), asked=st.lists(st.integers(0, 9), max_size=FEW), host=st.integers(0, 2))
 def test_lookups(changes: list[tuple[str, int, int, set[int]]], asked: list[int], host: int) -> None:
     directory, table = Directory(), TableKey(0, 0, "tenant")

@@ -222,3 +222,22 @@ def test_fold_keeps_distinct_hashes_distinct(width: int, count: int, random: obj
     assert len({tuple(row) for row in keys.tolist()}) == len(set(hashes))
     if width == 16:
         assert keys.astype("<u8").tobytes() == b"".join(hashes)
+
+
+@pytest.mark.parametrize("change", ["put", "update"])
+def test_a_change_of_few_keys_moves_old_slots_once(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Not once a key: a call must not wait for what others are to do."""
+    monkeypatch.setattr(table_module, "MOVED_AT_ONCE", 0)
+    monkeypatch.setattr(table_module, "MOVED_MIN", 64)
+    table, number = Table(), 0
+    while table._old is None or table.capacity < 1 << 14:
+        keys = keys_of(list(range(number, number + 100)))
+        table.put(keys, np.ones(100, np.uint32))
+        number += 100
+    before, few = table._moved, keys_of(list(range(number, number + FEW)))
+    if change == "put":
+        table.put(few, np.ones(FEW, np.uint32))
+    else:
+        table.update(few, np.ones_like)
+    assert table._old is not None and 0 < table._moved - before <= max(64, table_module.MOVED_PER_KEY * FEW)
+    table.check()
