@@ -107,6 +107,8 @@ class ClientCalls:
 
     def _log(self, opened: Opened, salt: str, keys: Keys, present: npt.NDArray[np.bool_] | None, now: float) -> None:
         """Have a call heard for the what-if predictions, later."""
+        if not len(keys):
+            return
         nbytes = opened.namespace.block_bytes * opened.namespace.shard_count
         self._hub.lookup_log.put(Call(opened.group.number, salt, keys, present, nbytes, now))
 

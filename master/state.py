@@ -214,7 +214,7 @@ class MasterState:
 
     def _attach(self, event: m.Attach, now: float) -> None:
         self.standing.told(event.leader_epoch, event.leader_id)
-        self.clearing.learn(event, now)
+        self.clearing.told(event.facts.node_id, event.epochs, now)
         self.membership.attach(event, now)
 
     def _tick(self, event: m.Tick, now: float) -> None:

@@ -119,14 +119,10 @@ class Clearing:
 
     # ------------------------------------------------------------------ nodes
 
-    def learn(self, event: m.Attach, now: float) -> None:
-        """A node knows epochs that this master does not, as its store was lost or is an old copy: they hold, for all
-        nodes, also before anybody has named their group here."""
-        self.told(event.facts.node_id, event.epochs, now)
-
     def told(self, node_id: str, epochs: Iterable[tuple[str, int]], now: float) -> None:
-        """As :meth:`learn`. A master that leads may also hear of an epoch by the blocks of it: then another has led
-        since, and begun it, and this one will hear of that, too."""
+        """A node knows epochs that this master does not, as its store was lost or is an old copy: they hold, for all
+        nodes, also before anybody has named their group here. Or blocks of them are the first that a master which leads
+        hears: then another has led since, and begun them, and this one will hear of that, too."""
         for name, epoch in self._namespaces.newer(epochs):
             if self._namespaces.knows(name):
                 self._renew(name, epoch, now)
