@@ -61,6 +61,7 @@ from kvstrata.transfer.security.minted import node_tickets
 from kvstrata.transfer.security.opened import Security
 from kvstrata.transfer.server import ChannelServer
 from kvstrata.transfer.sessions import Session
+from kvstrata.transfer.socket_folder import socket_home
 from kvstrata.transfer.traces import open_traces
 
 log = get_logger(__name__)
@@ -281,8 +282,9 @@ class StorageNode:
         path = (self.config.data / "node.sock").absolute()
         if len(os.fsencode(path)) <= UNIX_PATH_BYTES_MAX:
             return path
-        self._private = Path(tempfile.mkdtemp(prefix="kvstrata-"))
-        return self._private / "node.sock"
+        home = socket_home(f"kvstrata-12345678/{path.name}", UNIX_PATH_BYTES_MAX)
+        self._private = Path(tempfile.mkdtemp(prefix="kvstrata-", dir=home))
+        return self._private / path.name
 
     # ------------------------------------------------------------------ at work
 

@@ -91,7 +91,7 @@ class Engine:
             return cls(config, make_executor(config), tokenizer)
         # Nothing of a pool is needed, or imported, without one.
         from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
-        from kvstrata.engine_adapter.connector.socket_folder import socket_home
+        from kvstrata.transfer.socket_folder import socket_home
 
         with contextlib.ExitStack() as stack:
             folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=socket_home(f"{FOLDER}12345678/{LOOKUP_SOCKET}")))

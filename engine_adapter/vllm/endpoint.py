@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvstrata.engine_adapter.connector.socket_folder import socket_home
 from kvstrata.proto.errors import InvalidArgument
+from kvstrata.transfer.socket_folder import socket_home
 
 FOLDER: Final = "kvstrata-vllm-{uid}"
 #: A socket this old that nobody listens at was left by a process that was killed.

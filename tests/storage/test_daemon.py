@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -273,8 +274,14 @@ def test_ports_in_use_are_said_and_everything_is_given_back(tmp_path: Path, runn
     again.stop()
 
 
-def test_a_long_data_path_gets_a_short_socket_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temporary", ["usual", "long"])
+def test_a_long_data_path_gets_a_short_socket_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str
+) -> None:
     deep = tmp_path / ("d" * 60) / ("e" * 60)
+    if temporary == "long":
+        (tmp_path / ("t" * 90)).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("t" * 90)))
     node = StorageNode(StorageConfig((), "127.0.0.1:0", "127.0.0.1:0", deep, 4 << 20))
     ready = node.start()
     assert len(ready["unix"]) < 100

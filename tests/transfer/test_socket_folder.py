@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvstrata.engine_adapter.connector.socket_folder import PATH_BYTES_MAX, socket_home
+from kvstrata.transfer.socket_folder import PATH_BYTES_MAX, socket_home
 
 
 @pytest.mark.parametrize("spare", [0, 1, 40])
