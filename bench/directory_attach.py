@@ -75,6 +75,7 @@ class FakeNode:
         self._over = threading.Event()
         self._attached = threading.Event()
         self.acked = 0  #: what the master has said that it has taken in
+        self.problem = ""  #: why its stream is of no use any more
         self._acked: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  #: what follows the snapshot; None: no more
         self._channel = grpc.insecure_channel(hello.grpc, [("grpc.use_local_subchannel_pool", 1)])
@@ -97,7 +98,14 @@ class FakeNode:
         """Seconds from the first message until the master has acknowledged the whole snapshot. Once prepared."""
         began = time.monotonic()
         threading.Thread(target=self._hear, args=(self._sync(self._messages()),), daemon=True).start()
-        return self._acked.get(timeout=ATTACH_S) - began
+        ended = self._acked.get(timeout=ATTACH_S)
+        self.check()
+        return ended - began
+
+    def check(self) -> None:
+        """Raises SystemExit when something has gone wrong."""
+        if self.problem:
+            raise SystemExit(f"{self.node_id}: {self.problem}")
 
     def _messages(self) -> Iterator[bytes]:
         yield self._attach
@@ -116,10 +124,14 @@ class FakeNode:
                     self.acked = message.ack.seq
                     self._acked.put(time.monotonic())
                 elif body == "resync":
-                    raise SystemExit(f"{self.node_id}: the master asks for another snapshot: {message.resync.reason}")
+                    self._failed(f"the master asks for another snapshot: {message.resync.reason}")
         except grpc.RpcError as error:
             if not self._over.is_set():
-                raise SystemExit(f"{self.node_id}: its stream ended: {error}") from error
+                self._failed(f"its stream ended: {error}")
+
+    def _failed(self, problem: str) -> None:
+        self.problem = problem
+        self._acked.put(time.monotonic())  # whoever waits
 
     def say(self, **body: Any) -> None:
         """After the snapshot: one message, whose body is given by name."""

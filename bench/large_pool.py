@@ -47,11 +47,13 @@ from kvstrata.transfer.identity import Identity
 STATUS_S: Final = 1.0
 BEAT_S: Final = 1.0
 PING_S: Final = 5.0
-QUIET_S: Final = 2.0
+QUIET_S: Final = 10.0
 SETTLED_S: Final = 60.0
-LOOK_S: Final = 0.25
-#: Messages of one kind that are timed together, and how often; the median counts.
-TURNS: Final = 5
+LOOK_S: Final = 0.002
+#: Two bursts of heartbeats.
+REST_S: Final = 1.0
+#: How often messages of each kind are sent, in turns.
+TURNS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +116,16 @@ class Pool:
         self._over = threading.Event()
         self._beating = threading.Thread(target=heartbeats, args=(self._address, self.nodes, self._over), daemon=True)
         self._beating.start()
-        for index in range(traffic.nodes):
+        opened = self._connection.call(Kind.OPEN_NAMESPACE, pb.OpenNamespace(spec=SPEC).SerializeToString())
+        self._handle = expect(pb.NamespaceHandle, opened, Kind.NAMESPACE_HANDLE)
+        self._turn = 0
+
+    def attach_all(self) -> None:
+        for index in range(self._traffic.nodes):
             node = Node(self._connection.hello, index, self.each)
             node.prepare()
             self.nodes.append(node)
             node.attach()
-        opened = self._connection.call(Kind.OPEN_NAMESPACE, pb.OpenNamespace(spec=SPEC).SerializeToString())
-        self._handle = expect(pb.NamespaceHandle, opened, Kind.NAMESPACE_HANDLE)
-        self._turn = 0
 
     def connect(self, role: str) -> Connection:
         return Connection.open(self._address, Identity.new(role, "bench"), silence_s=30, connect_s=5)
@@ -174,38 +178,29 @@ class Pool:
 
         return say
 
-    def settled(self, idle: float) -> None:
-        """Wait until the master has done what it was sent, and spends what it spends anyway: ``idle`` CPU seconds a
-        second. Raises SystemExit after :data:`SETTLED_S`."""
+    def settled(self) -> None:
+        """Wait until the master has acknowledged all changes, and as long again as it may need for what it does not
+        acknowledge. Raises SystemExit after :data:`SETTLED_S`, or for what a node was told."""
         until = time.monotonic() + SETTLED_S
-        while True:
-            began, before = time.monotonic(), cpu_ns(self.pid)
-            time.sleep(LOOK_S)
-            used = (cpu_ns(self.pid) - before) / 1e9 / (time.monotonic() - began)
-            if used <= 1.5 * idle + 0.02 and all(node.acked >= node.seq for node in self.nodes):
-                return
+        while not all(node.acked >= node.seq for node in self.nodes):
+            for node in self.nodes:
+                node.check()
             if time.monotonic() > until:
-                raise SystemExit(f"the master has not come to rest in {SETTLED_S:.0f} s")
+                raise SystemExit(f"the master has not taken all changes in within {SETTLED_S:.0f} s")
+            time.sleep(LOOK_S)
+        time.sleep(REST_S)
 
     def again(self) -> None:
         """What is said next is about the same blocks as what was said last."""
         self._turn = 0
 
 
-def cost_us(pool: Pool, messages: int, say: Callable[[], None], idle: float) -> float:
-    """CPU microseconds of the master for one message, without what it spends anyway: ``idle`` CPU seconds a second."""
-    began, before = time.monotonic(), cpu_ns(pool.pid)
-    for _ in range(messages):
-        say()
-    pool.settled(idle)
-    return ((cpu_ns(pool.pid) - before) / 1e9 - idle * (time.monotonic() - began)) / messages * 1e6
-
-
 def costs(pool: Pool, messages: int) -> tuple[float, dict[str, float]]:
-    """The master's CPU seconds a second while nobody asks, heartbeats apart; and what a message of each kind costs."""
+    """The master's CPU seconds a second while nobody asks, heartbeats apart; and the CPU microseconds of a message of
+    each kind, without what the master spends anyway."""
     began, before = time.monotonic(), cpu_ns(pool.pid)
     time.sleep(QUIET_S)
-    idle = (cpu_ns(pool.pid) - before) / 1e9 / (time.monotonic() - began)
+    idle = (cpu_ns(pool.pid) - before) / (time.monotonic() - began)
     kinds: dict[str, Callable[[], None]] = {
         "lookup": pool.lookup,
         "place": pool.place,
@@ -215,13 +210,17 @@ def costs(pool: Pool, messages: int) -> tuple[float, dict[str, float]]:
         "status of a node": pool.status,
         "ping of a client": pool.ping,
     }
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    spent = dict.fromkeys(kinds, 0.0)
     for _ in range(TURNS):
         for kind, say in kinds.items():
             pool.again()
-            found[kind].append(cost_us(pool, messages, say, idle))
-    medians = {kind: float(np.median(values)) for kind, values in found.items()}
-    return idle - medians["heartbeat of a node"] / 1e6 * len(pool.nodes) / HEARTBEAT_S, medians
+            began, before = time.monotonic(), cpu_ns(pool.pid)
+            for _ in range(messages):
+                say()
+            pool.settled()
+            spent[kind] += cpu_ns(pool.pid) - before - idle * (time.monotonic() - began)
+    each = {kind: nanoseconds / 1e3 / messages / TURNS for kind, nanoseconds in spent.items()}
+    return idle / 1e9 - each["heartbeat of a node"] / 1e6 * len(pool.nodes) / HEARTBEAT_S, each
 
 
 def bytes_a_client(pool: Pool, clients: int) -> float:
@@ -240,6 +239,7 @@ def measure(traffic: Traffic, blocks: int, messages: int) -> dict[str, Any]:
         began = time.monotonic()
         pool = Pool(ready, traffic, blocks)
         try:
+            pool.attach_all()
             attached_s = time.monotonic() - began
             held = pool.each * traffic.nodes
             full, tables = resident_bytes(pool.pid), directory_bytes(ready["http"])

@@ -161,7 +161,8 @@ def run(options: argparse.Namespace, scale: Scale, wanted: Wanted) -> tuple[Resu
         for peer in peers:
             before = time.monotonic()
             version = peer_round(results, options.peers / "run.sh", peer, sizes, lookups)
-            told["versions"][peer] = version or told["versions"].get(peer, "unknown")
+            if version:
+                told["versions"][peer] = version
             print(f"  {peer}: {time.monotonic() - before:.1f} s", file=sys.stderr)
         print(f"round {number + 1}/{rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr)
         told |= {"rounds": number + 1, "load_after": round(os.getloadavg()[0], 2)}

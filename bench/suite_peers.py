@@ -75,12 +75,11 @@ def _run(driver: subprocess.Popen[str], made: set[Path]) -> tuple[str, str]:
 def _end(driver: subprocess.Popen[str]) -> None:
     """The script ends its servers when it is asked to end; what does not is killed, with all that it started."""
     driver.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         driver.communicate(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        driver.communicate(timeout=KILL_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(driver.pid, signal.SIGKILL)
+    driver.communicate(timeout=KILL_S)
 
 
 def read_lines(results: Results, lines: list[str]) -> int:

@@ -1,10 +1,10 @@
 """Agents' conversations through two ``vllm serve`` behind a client of OpenAI's, with a pool and without.
 
 ``python bench/vllm_agents.py TRACE [--sessions N] [--requests N] [--tokens N] [--json]``, with an interpreter that has
-vllm and openai (see docs/vllm.md). TRACE has a JSON object a line with ``session_id``, ``timestamp`` and ``input``, the
-text of a whole prompt; a token of the model here is a byte of it. Requests of a session go to the two servers in turns,
-so that a server alone has seen every other one. Three passes over the same requests, each on servers that start empty:
-one server that caches nothing says what the tokens are; two with caches of their own; two with a pool.
+vllm and openai (see docs/vllm.md). TRACE is recorded text as for ``kvstrata replay --engine paged``; a token of the
+model here is a byte of it. Requests of a session go to the two servers in turns, so that a server alone has seen every
+other one. Three passes over the same requests, each on servers that start empty: one server that caches nothing says
+what the tokens are; two with caches of their own; two with a pool.
 
 Asserted: the text of every request is the same in all passes, and vLLM's and the connector's counters agree: what
 requests say was cached is what own caches and the pool had, and what the pool had was loaded.
@@ -13,14 +13,11 @@ requests say was cached is what own caches and the pool had, and what the pool h
 from __future__ import annotations
 
 import argparse
-import gzip
-import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +25,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import numpy as np
 from openai import OpenAI
 
+from kvstrata.cli.paged_replay.plan import Turn
+from kvstrata.cli.paged_replay.simulator import cache_each, one_cache
+from kvstrata.cli.paged_replay.text_trace import read_text_trace
 from tests.e2e.real_pool import RealPool
 from tests.vllm.engine import BLOCK, transfer
 from tests.vllm.server import ApiServer
@@ -42,6 +43,7 @@ ANSWER_TOKENS = 8
 ANSWER_S = 120.0
 #: Between an answer and the next request: an agent's tool runs.
 THINK_S = 0.3
+SERVERS = 2
 HITS = "vllm:external_prefix_cache_hits_total"
 OWN_HITS = "vllm:prefix_cache_hits_total"
 LOADED = "kvstrata:connector_load_tokens_total"
@@ -57,19 +59,24 @@ class Told:
     ttft_s: float
 
 
-def requests(trace: Path, sessions: int, most: int, tokens: int) -> list[tuple[int, str]]:
-    """(turn within its session, prompt) in the order of their time, of the sessions with the most to read; of each at
-    most ``most``, and none longer than ``tokens``."""
-    by_session: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
-        for line in lines:
-            row = json.loads(line)
-            if 0 < len(row["input"].encode()) <= tokens:
-                by_session[row["session_id"]].append(row)
-    begun = [sorted(rows, key=lambda row: row["timestamp"])[:most] for rows in by_session.values() if len(rows) > 1]
-    begun.sort(key=lambda rows: sum(len(row["input"]) for row in rows), reverse=True)
-    found = [(row["timestamp"], turn, row["input"]) for rows in begun[:sessions] for turn, row in enumerate(rows)]
-    return [(turn, prompt) for _, turn, prompt in sorted(found)]
+def requests(trace: Path, sessions: int, most: int, tokens: int) -> list[Turn]:
+    """Of the sessions with the most to read, at most ``most`` requests each and none longer than ``tokens``: first the
+    first of all of them, then the second. ``engine`` is the server that a request goes to."""
+    begun = [
+        [prompt for prompt in prompts if 0 < len(prompt) <= tokens][:most]
+        for prompts in ([request.prompt.encode() for request in s.requests] for s in read_text_trace(trace).sessions)
+    ]
+    begun = sorted((prompts for prompts in begun if len(prompts) > 1), key=lambda each: -sum(map(len, each)))[:sessions]
+    in_turns = [
+        (number, session, prompts[number])
+        for number in range(most)
+        for session, prompts in enumerate(begun)
+        if number < len(prompts)
+    ]
+    return [
+        Turn(index, session, number % SERVERS, np.frombuffer(prompt, np.uint8).astype(np.int32), ANSWER_TOKENS, THINK_S)
+        for index, (number, session, prompt) in enumerate(in_turns)
+    ]
 
 
 def ask(server: ApiServer, prompt: str) -> Told:
@@ -97,12 +104,12 @@ def ask(server: ApiServer, prompt: str) -> Told:
     return Told(text, prompt_tokens, cached, first)
 
 
-def one_pass(servers: Sequence[ApiServer], asked: Sequence[tuple[int, str]]) -> list[Told]:
+def one_pass(servers: Sequence[ApiServer], asked: Sequence[Turn]) -> list[Told]:
     """Every request, one after the other."""
     told = []
-    for turn, prompt in asked:
-        told.append(ask(servers[turn % len(servers)], prompt))
-        time.sleep(THINK_S)
+    for turn in asked:
+        told.append(ask(servers[turn.engine % len(servers)], turn.tokens.astype(np.uint8).tobytes().decode()))
+        time.sleep(turn.think_s)
     return told
 
 
@@ -119,22 +126,7 @@ def servers_of(count: int, folder: Path, model: Path, options: dict[str, Any]) -
             server.end()
 
 
-def ceiling(asked: Sequence[tuple[int, str]]) -> float:
-    """Share of the tokens that are in whole blocks of a prefix of an earlier prompt, but for the last token, which is
-    always computed."""
-    seen: set[bytes] = set()
-    known = total = 0
-    for _, prompt in asked:
-        text = prompt.encode()
-        blocks = [text[:end] for end in range(BLOCK, len(text) + 1, BLOCK)]
-        reused = sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
-        known += min(reused * BLOCK, (len(text) - 1) // BLOCK * BLOCK)
-        total += len(text)
-        seen.update(blocks)
-    return known / total
-
-
-def measure(asked: Sequence[tuple[int, str]], folder: Path, tokens: int) -> dict[str, Any]:
+def measure(asked: Sequence[Turn], folder: Path, tokens: int) -> dict[str, Any]:
     model = make_model(folder / "model", SHAPE)
     longest = tokens + ANSWER_TOKENS + BLOCK
     options: dict[str, Any] = {
@@ -149,13 +141,14 @@ def measure(asked: Sequence[tuple[int, str]], folder: Path, tokens: int) -> dict
     }
     with servers_of(1, folder / "plain", model, options | {"no_enable_prefix_caching": True}) as servers:
         plain = one_pass(servers, asked)
-    with servers_of(2, folder / "private", model, options) as servers:
+    with servers_of(SERVERS, folder / "private", model, options) as servers:
         private = one_pass(servers, asked)
-    pool_bytes = sum(len(prompt.encode()) for _, prompt in asked) * KV_BYTES + (64 << 20)
+    tokens_asked = sum(len(turn.tokens) for turn in asked)
+    pool_bytes = tokens_asked * KV_BYTES + (64 << 20)
     pool = RealPool(folder, nodes=1, dram=f"{pool_bytes >> 20}MiB")
     try:
         connected = options | {"kv_transfer_config": transfer(pool.address)}
-        with servers_of(2, folder / "pooled", model, connected) as servers:
+        with servers_of(SERVERS, folder / "pooled", model, connected) as servers:
             pooled = one_pass(servers, asked)
             counted = {name: sum(server.metric(name) for server in servers) for name in (HITS, OWN_HITS, LOADED)}
     finally:
@@ -171,7 +164,8 @@ def measure(asked: Sequence[tuple[int, str]], folder: Path, tokens: int) -> dict
         "prompt_tokens": sum(one.prompt for one in plain),
         "hit_rate_private": rate(private),
         "hit_rate_pool": rate(pooled),
-        "hit_rate_ceiling": ceiling(asked),
+        "hit_rate_ceiling_private": int(cache_each(asked, BLOCK).sum()) / tokens_asked,
+        "hit_rate_ceiling_pool": int(one_cache(asked, BLOCK).sum()) / tokens_asked,
         "external_hit_tokens": counted[HITS],
         "ttft_s_plain": ttft(plain),
         "ttft_s_private": ttft(private),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(suite_peers, "SHARED_MEMORY", folder)
     monkeypatch.setattr(suite_peers, "LOOK_S", 0.05)
     return folder
+
+
+def test_a_server_that_its_script_forgets_is_ended(tmp_path: Path, shared: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"sleep 600 >/dev/null 2>&1 &\necho $! >{tmp_path}/pid\nexit 1\n")
+    assert suite_peers.peer_round(Results(), script, "p", [65536], False) == ""
+    deadline = time.monotonic() + 10
+    while alive(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def run(tmp_path: Path, shared: Path, then: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Results, str]:
