@@ -1,8 +1,8 @@
 """Two tiers of tests: what CI runs, and the long ones. Each says its seed, its budget and what it took.
 
 ``pytest`` leaves out what is marked ``long``; ``pytest --long`` runs that alone. ``--seed`` repeats a run.
-With ``-n 2`` (pytest-xdist) what starts processes of its own runs in one worker, a test at a time, and all else in the
-other, by file: such tests mind what the machine does besides, and wait a lot.
+With ``-n 2`` (pytest-xdist) the folders of tests that start most processes run in one worker, a test at a time, and all
+else in the other, by file: such tests mind what the machine does besides, and wait a lot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis import settings
 CI_BUDGET_MIN = 40
 #: And all of the long tier: of it ten are chaos, and about half an hour the soak.
 LONG_BUDGET_MIN = 90
-#: Folders of tests that start processes.
+#: Folders of tests that start most processes.
 WITH_PROCESSES = ("tests/bench/", "tests/chaos/", "tests/cli/", "tests/e2e/", "tests/helm/")
 #: For a long test that names no limit of its own.
 LONG_TIMEOUT_S = 1800.0
