@@ -369,6 +369,8 @@ class AdminClient:
 
     def _ask_leader(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:
         """Ask the leader, or the first master where it does not matter or none is known; follow once who is named."""
+        if rpc not in _OWN and not self._leader:
+            self._leader = self._known_to_others(self._first)  # one that has just started knows no nodes either
         try:
             link = self._first if rpc in _OWN or not self._leader else self._link(self._leader)
         except Unavailable:

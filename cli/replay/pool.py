@@ -98,9 +98,12 @@ class RunningPool:
     """A pool that someone else started."""
 
     def __init__(self, masters: str) -> None:
-        """Raises ``Unavailable`` when no master answers, :class:`ConfigError` when no node is active."""
+        """Raises ``Unavailable`` when no master answers, :class:`ConfigError` when no node is active.
+
+        Masters that do not know their nodes yet are waited for.
+        """
         self.masters = masters
-        self._before = Roster.of(masters)
+        self._before = Roster.settled_of(masters, READY_S)
         if not self._before.nodes:
             raise ConfigError(f"the pool at {masters} has no active node: start one with 'kvstrata storage'")
 

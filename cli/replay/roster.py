@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 from kvstrata.client.admin import AdminClient
+from kvstrata.client.masters import parse_masters
 from kvstrata.proto.errors import Unavailable
 
 POLL_S = 0.05
@@ -13,25 +15,32 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """``nodes``: id -> (incarnation, DRAM bytes) of the active ones. ``started_at`` is on the monotonic clock."""
+    """``nodes``: id -> (incarnation, DRAM bytes) of the active ones. ``settled``: by a leader that waits for none.
+
+    ``started_at``: when the only master of the pool was started, on the monotonic clock; -inf where there are several,
+    as one of them may be restarted at any time.
+    """
 
     nodes: dict[str, tuple[int, int]]
+    settled: bool
     started_at: float
 
     @classmethod
     def of(cls, masters: str) -> Roster:
-        """Ask the first master that answers; raises :class:`Unavailable` when none does."""
-        failures = []
-        for address in masters.split(","):
-            try:
-                with AdminClient(address.strip()) as admin:
-                    rows, uptime_s = admin.nodes(), admin.health().uptime_seconds
-            except Unavailable as error:
-                failures.append(str(error))
-                continue
-            active = {row.node_id: (row.incarnation, row.dram_bytes) for row in rows if row.state == "active"}
-            return cls(active, time.monotonic() - uptime_s)
-        raise Unavailable("; ".join(failures))
+        """Ask who leads, or whoever answers; raises :class:`Unavailable` when nobody does."""
+        with AdminClient(masters) as admin:
+            health, rows = admin.health(), admin.nodes()
+        active = {row.node_id: (row.incarnation, row.dram_bytes) for row in rows if row.state == "active"}
+        alone = len(parse_masters(masters)) == 1
+        return cls(active, health.ready, time.monotonic() - health.uptime_seconds if alone else -math.inf)
+
+    @classmethod
+    def settled_of(cls, masters: str, timeout_s: float) -> Roster:
+        """Wait for masters that have just started, or change who leads, to know their nodes, for that long at most."""
+        until = time.monotonic() + timeout_s
+        while not (roster := cls.of(masters)).nodes and not roster.settled and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return roster
 
     @classmethod
     def with_nodes(cls, masters: str, count: int, timeout_s: float) -> Roster:

@@ -121,6 +121,16 @@ def test_a_leader_is_found_by_who_names_it(admin: Callable[..., AdminClient], ma
     assert masters[0].calls == ["set"] and masters[2].calls == ["set", "set"]
 
 
+def test_a_question_goes_to_the_leader_that_others_name_when_the_first_has_just_started(
+    admin: Callable[..., AdminClient], masters: list[FakeAdmin]
+) -> None:
+    masters[0].knows_leader = False
+    assert [row.node_id for row in admin().nodes()] == ["c"], "the first knows no nodes yet"
+    for master in masters:
+        master.leader = ""
+    assert [row.node_id for row in admin().nodes()] == ["a"], "nobody leads: any answer is better than none"
+
+
 def test_without_a_leader_it_says_what_to_do(admin: Callable[..., AdminClient], masters: list[FakeAdmin]) -> None:
     for master in masters:
         master.leader = ""
