@@ -25,6 +25,7 @@ from kvstrata.storage.story import HASHES_MAX as STORY_BLOCKS
 from kvstrata.storage.story import Story
 
 if TYPE_CHECKING:
+    from kvstrata.storage.serving.published import Published
     from kvstrata.storage.tiers.eraser import Eraser
 
 #: Retired blocks that one admission lets go of at most, and beyond its need in one step.
@@ -70,6 +71,8 @@ class Inventory:
         self.copied: Callable[[Block], bool] | None = None
         #: Keeps slots of dropped scopes from being free before they are overwritten.
         self.eraser: Eraser | None = None
+        #: Clients of this host read by it; None where they ask. What leaves it does so before its slot is free.
+        self.published: Published | None = None
         self.deltas = deltas
         self.counts = counts
         self.story = Story()
@@ -167,6 +170,8 @@ class Inventory:
             block.born = stamp
         self.policy.insert(blocks)
         self.visible += len(blocks)
+        if self.published is not None:
+            self.published.publish(shelf, blocks)
         self.deltas.record(True, shelf, [block.hash for block in blocks], self.tier)
         self.story.tell(self.now, "committed", shelf, blocks)
 
@@ -186,12 +191,14 @@ class Inventory:
         del shelf.blocks[block.hash]
         if not shelf.retired:
             if not shelf.blocks:
-                del self.shelves[shelf.entry.handle, shelf.salt]
+                self._take_down(shelf)
             self.story.tell_one(self.policy.now, verb, shelf, block)
         elif not shelf.blocks:
             del self._retired[shelf]
         if block.state == VISIBLE:
             self.policy.discard(block)
+            if self.published is not None:
+                self.published.withdraw(block)
             if not shelf.retired:
                 self.visible -= 1
                 self.deltas.record(False, shelf, [block.hash], self.tier, why, cause)
@@ -428,6 +435,8 @@ class Inventory:
             self._evict(victim, why, cause)
             return 1
         self._count_evicted(blocks, why)
+        if self.published is not None:
+            self.published.withdraw_all(blocks)
         hashes = self._forget_run(shelf, blocks, "evicted" if why is _ROOM else _VERBS[why])
         self.visible -= len(blocks)
         while hashes:  # a batch ends where it would, told of them one by one
@@ -448,7 +457,7 @@ class Inventory:
         for key in hashes:
             del shelf.blocks[key]
         if not shelf.blocks:
-            del self.shelves[shelf.entry.handle, shelf.salt]
+            self._take_down(shelf)
         self.story.tell_each(self.policy.now, verb, shelf, blocks)
         return hashes
 
@@ -498,7 +507,7 @@ class Inventory:
         key = (shelf.entry.handle, shelf.salt)
         if shelf.retired or self.shelves.get(key) is not shelf:
             return 0
-        del self.shelves[key]
+        self._take_down(shelf)
         shelf.retired = True
         self._retired[shelf] = why
         self.visible -= self.policy.retire(shelf)
@@ -509,6 +518,12 @@ class Inventory:
                     block.slab.generations[block.slot] = self.arena.next_generation()
         self.story.tell(self.now, _VERBS.get(why, "dropped"), shelf, list(islice(shelf.blocks.values(), STORY_BLOCKS)))
         return len(shelf.blocks)
+
+    def _take_down(self, shelf: Shelf) -> None:
+        """Nobody finds anything by this shelf from here on."""
+        del self.shelves[shelf.entry.handle, shelf.salt]
+        if self.published is not None:
+            self.published.end(shelf)
 
     def sweep(self, limit: int) -> int:
         """Let go of up to ``limit`` blocks of retired shelves; how many. What is held goes with its holder."""
@@ -682,6 +697,8 @@ class Inventory:
         assert all(block.child is None or block.child.parent is block for block in everything), "a child of another"
         assert all(slab.pinned == pinned.get(slab.index, 0) for slab in self.arena.slabs), "pins are miscounted"
         assert self.visible == sum(block.state == VISIBLE and not block.shelf.retired for block in everything)
+        if self.published is not None:
+            self.published.check(everything)
         assert all(shelf.retired and shelf.blocks for shelf in self._retired)
         for key, shelf in self.shelves.items():
             assert shelf.blocks and not shelf.retired and key == (shelf.entry.handle, shelf.salt)

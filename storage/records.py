@@ -39,16 +39,18 @@ class Shelf:
     """All blocks of one tenant in one namespace in one tier: hash -> record, in flight or visible.
 
     ``epoch`` is the weight epoch of all of them. A ``retired`` shelf is found by nobody any more. ``queue``
-    is its place in the eviction policy, ``leases`` are those that stand on its blocks.
+    is its place in the eviction policy, ``leases`` are those that stand on its blocks. ``scope``: its number in the
+    index that clients read, 0 when none of it is there.
     """
 
-    __slots__ = ("blocks", "entry", "epoch", "leases", "queue", "retired", "salt")
+    __slots__ = ("blocks", "entry", "epoch", "leases", "queue", "retired", "salt", "scope")
 
     def __init__(self, entry: NamespaceEntry, salt: str) -> None:
         self.entry = entry
         self.salt = salt
         self.epoch = entry.epoch
         self.retired = False
+        self.scope = 0
         self.blocks: dict[bytes, Block] = {}
         self.queue: Queue | None = None
         self.leases: set[Lease] = set()
@@ -63,12 +65,12 @@ class Block:
     the LRU has taken a protected block out of its order. ``born`` is its stamp when it became visible, so
     that another stamp means that it was used; ``offered`` its stamp when it was last written, or refused,
     to the other tier (0: never). ``hinted`` is why it would leave, once a hint made it the coldest. ``row`` is
-    kept by :func:`packed_rows`, empty before.
+    kept by :func:`packed_rows`, empty before. ``place``: where it is in the index that clients read, -1 when it is not.
     """
 
     __slots__ = (
         "before", "born", "checksum", "child", "children", "generation", "hash", "hinted", "hits", "index", "keep",
-        "leases", "mark", "offered", "parent", "parked", "queue", "row", "shelf", "slab", "slot", "stamp", "state",
+        "leases", "mark", "offered", "parent", "parked", "place", "queue", "row", "shelf", "slab", "slot", "stamp", "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:
@@ -95,6 +97,7 @@ class Block:
         self.keep: Keep | None = None
         self.queue: Queue | None = None
         self.row = b""
+        self.place = -1
 
     def made_row(self) -> bytes:
         """Its :data:`SLOT_ROW`, as it must be."""
@@ -199,6 +202,7 @@ class Counts:
     reservations_expired: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    hits_index: int = 0  #: of the hits, those that a client of this host read by itself
     hits_ssd: int = 0  #: of the hits, those that were read from SSD for it
     misses_no_room: int = 0  #: of the misses, on SSD, and no memory to read them into
     misses_late: int = 0  #: of the misses, on SSD, and not back in time

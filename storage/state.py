@@ -32,6 +32,7 @@ from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.namespaces import NamespaceBook
 from kvstrata.storage.records import VISIBLE, Block, Counts, Holdings, Lease, NamespaceEntry, Reservation, Shelf
 from kvstrata.storage.reservations import ReservationBook
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.slab import Slab
 from kvstrata.storage.ssd.base import SsdStore
 
@@ -42,6 +43,8 @@ log = get_logger(__name__)
 DRAIN_BYTES: Final = 256 << 20
 #: A tick lets go of at most so many blocks whose shelf is retired: a few milliseconds under the lock.
 SWEEP_BLOCKS: Final = 2048
+#: A read that a client repeated is told of once; this often it counts to the order of eviction.
+TOUCHES_MAX: Final = 2
 HINT_MAX_S: Final = 86_400.0
 #: Fewer hashes than this are cut by hand: numpy takes some time to begin.
 _FEW: Final = 16
@@ -84,6 +87,18 @@ class Reserved(msgspec.Struct, frozen=True):
     delta_seq: int
 
 
+class Touched(msgspec.Struct, frozen=True):
+    """Reads of one tenant's blocks that a client did by itself, in their order: ``hashes`` packed, ``calls`` the number
+    of blocks of each, ``times`` how often in a row it was done."""
+
+    handle: int
+    salt: str
+    hashes: bytes
+    calls: Sequence[int]
+    times: Sequence[int]
+    epoch: int = 0
+
+
 class WriteAsk(msgspec.Struct, frozen=True):
     """What a writer asks for: ``hashes`` packed, ``parent`` the hash before them (may be empty)."""
 
@@ -120,6 +135,7 @@ class NodeState:
         ssd: SsdStore | None = None,
         quotas: QuotaBook | None = None,
         order: Callable[[], Order] = LruOrder,
+        published: Published | None = None,
     ) -> None:
         self.counts = Counts()
         self.drops = 0  #: deltas do not tell of what went by these
@@ -127,6 +143,8 @@ class NodeState:
         self.quotas = quotas or QuotaBook()
         self.deltas = deltas or DeltaLog()
         self.inventory = Inventory(arena, policy or IsolatedLRU(order), self.deltas, self.counts, quotas=self.quotas)
+        #: What clients of this host read without asking; None where they all ask.
+        self.published = self.inventory.published = published
         self.arena = arena
         self.store = ssd
         self.ssd = self._ssd_tier(ssd, order)
@@ -239,6 +257,36 @@ class NodeState:
         """The node says goodbye: no master will tell it any more what was dropped, so nobody finds anything here from
         now on. Reads that have begun go on."""
         self.left = True
+        if self.published is not None:
+            self.published.stop()
+
+    def touched(self, touched: Touched, now: float) -> None:
+        """A client has read blocks by the index: they count, and become the most recent, as by :meth:`acquire`.
+
+        What has left meanwhile only counts. Raises :class:`InvalidArgument` for calls that do not add up.
+        """
+        self.inventory.now = now
+        entry = self.entry(touched.handle)
+        keys = _split(touched.hashes, entry.width)
+        if len(touched.calls) != len(touched.times) or sum(touched.calls) != len(keys):
+            raise InvalidArgument(f"{len(touched.calls)} calls with {len(touched.times)} counts for {len(keys)} hashes")
+        read = sum(count * times for count, times in zip(touched.calls, touched.times, strict=True))
+        counts = self.counts
+        counts.blocks_asked += read
+        counts.hits += read
+        counts.hits_index += read
+        counts.bytes_out += read * entry.block_bytes
+        shelf = self.inventory.shelves.get((touched.handle, touched.salt))
+        if shelf is None or touched.epoch != entry.epoch:
+            return
+        policy, start = self.inventory.policy, 0
+        for count, times in zip(touched.calls, touched.times, strict=True):
+            found = map(shelf.blocks.get, keys[start : start + count])
+            blocks = [block for block in found if block is not None and block.state == VISIBLE]
+            start += count
+            for _ in range(min(times, TOUCHES_MAX)):
+                policy.next_stamp()
+                policy.touch(blocks)
 
     def release(self, session: bytes, leases: Sequence[int]) -> None:
         """End leases of this session; those that have ended are passed over."""

@@ -20,7 +20,7 @@ from typing import Final
 from kvstrata.cli.doctor.rows import Check, Row, Verdict
 from kvstrata.cli.sizes import format_size
 from kvstrata.storage.config import MEMORY_SPARE_BYTES, memory_available
-from kvstrata.storage.slab import SEALS
+from kvstrata.storage.sealed_memory import SEALS
 from kvstrata.transfer.identity import SOFTWARE
 
 SHM_BYTES_MIN: Final = 1 << 30

@@ -27,6 +27,7 @@ from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block, Shelf
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.serving.channel import NodeChannel
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.slab import slot_size
 from kvstrata.storage.ssd.base import Removal, SlotHeader
 from kvstrata.storage.state import NodeState
@@ -120,7 +121,15 @@ class NodeHost:
         self._fit_store()
         deltas = SimDeltas(512, 16)
         deltas.gone = self._gone
-        self.state = NodeState(self.arena, quotas=quotas, deltas=deltas, ssd=store, order=SegmentedOrder)  # type: ignore[arg-type]
+        published = Published(1, self.arena.bytes_total)
+        self.state = NodeState(
+            self.arena,  # type: ignore[arg-type]
+            quotas=quotas,
+            deltas=deltas,
+            ssd=store,
+            order=SegmentedOrder,
+            published=published,
+        )
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         self.ssd: SsdTier | None = None

@@ -14,6 +14,7 @@ from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.records import Block
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 
 SLAB_BYTES = 64 << 10
@@ -39,7 +40,7 @@ class Node:
 
     def __init__(self, slabs: int = 4, block_bytes: int = 4096) -> None:
         self.arena = dram_arena(slabs * SLAB_BYTES, SLAB_BYTES)
-        self.state = NodeState(self.arena)
+        self.state = NodeState(self.arena, published=Published(1, self.arena.bytes_total))
         self.namespace = Namespace("model", block_bytes, 16)
         self.handle = self.state.open_namespace(self.namespace)[0]
         self.now = 1000.0

@@ -17,6 +17,7 @@ from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import Block, Lease, Reservation
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState, WriteAsk
 
 from .conftest import SLAB_BYTES, fill, holds, key, keys
@@ -75,7 +76,8 @@ class NodeMachine(RuleBasedStateMachine):
         self.applied = 0
 
     def make_state(self) -> NodeState:
-        return NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20))
+        published = Published(1, self.arena.bytes_total)
+        return NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20), published=published)
 
     def teardown(self) -> None:
         for session in SESSIONS:

@@ -22,6 +22,7 @@ from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
 from kvstrata.storage.inventory import Inventory
 from kvstrata.storage.masters.delta_log import DeltaLog
 from kvstrata.storage.records import VISIBLE, Block
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState
 from tests.storage.conftest import SLAB_BYTES, keys
 from tests.storage.memory_store import MemoryStore
@@ -42,7 +43,8 @@ class TenantMachine(NodeMachine):
     def make_state(self) -> NodeState:
         # One slab that a lost device leaves is enough; slots of both sizes do not fit beside each other in it.
         self.devices = MemoryStore(extents=3, extent_bytes=SLAB_BYTES)
-        return NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20), ssd=self.devices)
+        published = Published(1, self.arena.bytes_total)
+        return NodeState(self.arena, deltas=DeltaLog(batch_hashes_max=20), ssd=self.devices, published=published)
 
     @property
     def ssd(self) -> Inventory:

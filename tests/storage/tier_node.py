@@ -9,6 +9,7 @@ from kvstrata.proto.status import Tier
 from kvstrata.storage.eviction.orders import LruOrder, Order
 from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.records import VISIBLE, Block
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState
 from kvstrata.storage.tiers.movers import header
 from kvstrata.storage.tiers.moves import Move, Read, TierBooks, TierMoves
@@ -35,7 +36,8 @@ class TierNode(Node):
     ) -> None:
         super().__init__(slabs, block_bytes)
         self.store_ = store or MemoryStore(extents)
-        self.state = NodeState(self.arena, ssd=self.store_, order=order)
+        published = Published(1, self.arena.bytes_total)
+        self.state = NodeState(self.arena, ssd=self.store_, order=order, published=published)
         assert self.state.ssd is not None
         self.ssd = self.state.ssd
         self.handle = self.state.open_namespace(self.namespace)[0]
