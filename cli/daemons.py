@@ -173,6 +173,10 @@ def storage(
         int,
         size_flag(help="Bytes a second that copies from and to other nodes may take in all; 0: no bound."),
     ] = 256 << 20,
+    shared_index: Annotated[
+        bool,
+        typer.Option(help="Let clients of this host find blocks in memory by themselves. Off: they ask for each."),
+    ] = True,
     drain_on_stop: Annotated[
         float,
         typer.Option(help="Seconds that SIGTERM waits for the node's blocks to be saved elsewhere; 0: none.", min=0),
@@ -249,6 +253,7 @@ def storage(
             scrub_rate=scrub_rate,
             copy_bandwidth=copy_bandwidth,
             drain_on_stop_s=drain_on_stop,
+            shared_index=shared_index,
             security=checked(files, (http,), masters=masters),
             bounds=bounds_of(client_requests, client_connections),
             rails=RailOptions(rdma, rdma_backend, tuple(rdma_devices.split(",")) if rdma_devices else ()),

@@ -318,7 +318,7 @@ class Acquire(_message.Message):
     def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., mode: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., releases: _Optional[bytes] = ..., epoch: _Optional[int] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class AcquireOk(_message.Message):
-    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index", "idle_ms")
+    __slots__ = ("status", "tier", "lease", "lease_ms", "rows", "checksum", "delta_seq", "before", "index", "idle_ms", "scope")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +329,7 @@ class AcquireOk(_message.Message):
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     tier: bytes
     lease: int
@@ -339,7 +340,8 @@ class AcquireOk(_message.Message):
     before: bytes
     index: bytes
     idle_ms: bytes
-    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., before: _Optional[bytes] = ..., index: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ...) -> None: ...
+    scope: int
+    def __init__(self, status: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., rows: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., delta_seq: _Optional[int] = ..., before: _Optional[bytes] = ..., index: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., scope: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("leases",)
@@ -376,6 +378,34 @@ class MapSlabsOk(_message.Message):
     length: bytes
     slots: bytes
     def __init__(self, slabs: _Optional[bytes] = ..., length: _Optional[bytes] = ..., slots: _Optional[bytes] = ...) -> None: ...
+
+class MapIndex(_message.Message):
+    __slots__ = ("first",)
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    def __init__(self, first: _Optional[int] = ...) -> None: ...
+
+class MapIndexOk(_message.Message):
+    __slots__ = ("length",)
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    length: bytes
+    def __init__(self, length: _Optional[bytes] = ...) -> None: ...
+
+class Touched(_message.Message):
+    __slots__ = ("ns", "salt", "hashes", "epoch", "calls", "times")
+    NS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    ns: int
+    salt: str
+    hashes: bytes
+    epoch: int
+    calls: bytes
+    times: bytes
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., calls: _Optional[bytes] = ..., times: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRegion(_message.Message):
     __slots__ = ("region", "address", "length", "memfd", "agent", "memory")

@@ -83,6 +83,9 @@ class Kind(IntEnum):
     OPEN_RAILS_OK = 65
     TEST_RAIL = 66
     TEST_RAIL_OK = 67
+    MAP_INDEX = 68
+    MAP_INDEX_OK = 69
+    TOUCHED = 70  # one-way
 
 
 _KNOWN = frozenset(int(kind) for kind in Kind)

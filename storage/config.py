@@ -44,8 +44,9 @@ class StorageConfig:
     None: as many as come. ``scrub_rate``: bytes a second of SSDs read back for nobody, to find what has changed
     there; 0: none. ``ssd_key_file`` holds the operator's key; None: SSDs are not encrypted. ``copy_bandwidth``:
     bytes a second that copies from and to other nodes may take in all; 0: no bound. ``drain_on_stop_s``: how long
-    SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers. ``security``: the files of
-    tokens, keys and certificates; ``bounds``: of each client.
+    SIGTERM waits for the node to be drained; 0: not at all. ``rails``: one-sided transfers. ``shared_index``: clients
+    of this host find blocks in DRAM by themselves. ``security``: the files of tokens, keys and certificates;
+    ``bounds``: of each client.
     """
 
     masters: tuple[str, ...]
@@ -65,6 +66,7 @@ class StorageConfig:
     copy_bandwidth: int = COPY_BANDWIDTH
     drain_on_stop_s: float = 0.0
     rails: RailOptions = _RAILS
+    shared_index: bool = True
     security: SecurityFiles = _OPEN
     bounds: Bounds = USUAL
     traces: TraceOptions = BY_ENVIRONMENT

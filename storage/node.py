@@ -19,6 +19,7 @@ from typing import Any, Final
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto import wire
+from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.arena import Arena, dram_arena
 from kvstrata.storage.checking.background import BOUND_S as SCRUB_BOUND_S
@@ -47,6 +48,7 @@ from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.serving.channel import NodeChannel
+from kvstrata.storage.serving.published import Published, shared_memory
 from kvstrata.storage.serving.rail_opening import open_rails
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.slab import Slab
@@ -117,7 +119,16 @@ class StorageNode:
         except BaseException:
             self.stop()
             raise
-        self.state = NodeState(self.arena, quotas=quotas, ssd=store, order=ORDERS[config.eviction])
+        try:
+            self.published = self._published()
+        except BaseException:
+            if store is not None:
+                store.close()
+            self.stop()
+            raise
+        self.state = NodeState(
+            self.arena, quotas=quotas, ssd=store, order=ORDERS[config.eviction], published=self.published
+        )
         for group, epoch in epochs.items():
             self.state.known.advance(group, epoch)
         try:
@@ -145,6 +156,19 @@ class StorageNode:
         )
         self.report.rails, self.report.no_rails = self.rails, no_rails
         self.report.security = self.security
+
+    def _published(self) -> Published | None:
+        """The index that clients of this host read. Raises :class:`ConfigError`."""
+        if not self.config.shared_index:
+            return None
+        try:
+            published = Published(self.identity.incarnation, self.arena.bytes_total, shared_memory)
+        except OSError as error:
+            raise ConfigError(
+                f"no memory for the shared index: {error.strerror}; start with --no-shared-index"
+            ) from error
+        self._ends.append(published.close)
+        return published
 
     def _ssd_tier(self, store: SsdStore) -> SsdTier:
         self._ends.append(store.close)
@@ -335,6 +359,8 @@ class StorageNode:
         with self.lock:
             self.state.expire(time.monotonic())
             rests, untold = self.state.at_rest, self.state.deltas.gathers
+            if self.published is not None:
+                self.published.beat(time.monotonic_ns())
         if untold:  # what left without a writer who says so
             self._changed()
         if self.rails is not None:

@@ -70,7 +70,8 @@ class Block:
 
     __slots__ = (
         "before", "born", "checksum", "child", "children", "generation", "hash", "hinted", "hits", "index", "keep",
-        "leases", "mark", "offered", "parent", "parked", "place", "queue", "row", "shelf", "slab", "slot", "stamp", "state",
+        "leases", "mark", "offered", "parent", "parked", "place", "queue", "row", "shelf", "slab", "slot", "stamp",
+        "state",
     )  # fmt: skip
 
     def __init__(self, shelf: Shelf, key: bytes, slab: SlotGrid, slot: int, generation: int, index: int) -> None:

@@ -82,6 +82,7 @@ class Fetched(msgspec.Struct, frozen=True):
     delta_seq: int = 0
     bytes_moved: int = 0
     pending: tuple[Landing, ...] = ()
+    by_index: int = 0  #: of the loaded blocks, those for which the node was not asked
 
 
 class Push(msgspec.Struct, frozen=True):

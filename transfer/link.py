@@ -22,6 +22,7 @@ from kvstrata.transfer.connection import expect
 from kvstrata.transfer.frames import Disconnected, Late
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.replies import statuses
+from kvstrata.transfer.touches import Touches
 from kvstrata.transfer.tracing import TRACING, SpanKind
 
 #: Leases handed back in one message.
@@ -41,6 +42,7 @@ class NodeLink:
         )
         self._handles: dict[Namespace, int] = {}
         self._releases: deque[int] = deque()
+        self._touches = Touches()
 
     def handle(self, namespace: Namespace, deadline: float) -> int:
         """The node's handle of a namespace; one round trip the first time."""
@@ -51,8 +53,13 @@ class NodeLink:
             handle = self._handles[namespace] = expect(pb.NamespaceHandle, reply, Kind.NAMESPACE_HANDLE).handle
         return handle
 
+    def known_handle(self, namespace: Namespace) -> int | None:
+        """:meth:`handle`, where it was asked for already."""
+        return self._handles.get(namespace)
+
     def reserve(self, request: Push) -> pb.Reserve:
         """The first half of a write, as a message."""
+        self.tell_touched()
         return pb.Reserve(
             ns=self.handle(request.namespace, request.deadline),
             salt=request.salt,
@@ -69,6 +76,7 @@ class NodeLink:
         self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int
     ) -> tuple[pb.AcquireOk, float]:
         """Leases on slots, to be read from elsewhere: the node's answer, and the moment before it was asked."""
+        self.tell_touched()
         sent = time.monotonic()
         message = pb.Acquire(
             ns=self.handle(namespace, deadline),
@@ -90,6 +98,7 @@ class NodeLink:
 
     def prefetch(self, blocks: Named) -> StatusArray:
         """See :meth:`Peer.prefetch`."""
+        self.tell_touched()
         message = pb.Acquire(
             ns=self.handle(blocks.namespace, blocks.deadline),
             salt=blocks.salt,
@@ -105,6 +114,7 @@ class NodeLink:
 
     def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
         """See :meth:`Peer.hint`."""
+        self.tell_touched()
         message = pb.Hint(
             ns=self.handle(blocks.namespace, blocks.deadline),
             salt=blocks.salt,
@@ -115,6 +125,20 @@ class NodeLink:
         ).SerializeToString()
         frame = self.channel.call(Kind.HINT, message, blocks.deadline)
         return expect(pb.HintOk, frame, Kind.HINT_OK).blocks
+
+    # ------------------------------------------------------------------ reads without a lease
+
+    def touched(self, namespace: Namespace, salt: str, hashes: bytes, epoch: int) -> None:
+        """These blocks were read by the shared index: the node hears of it with the next message, or upkeep."""
+        if self._touches.add(self._handles[namespace], salt, epoch, hashes, namespace.hash_bytes):
+            self.tell_touched()
+
+    def tell_touched(self) -> None:
+        """Tell now, if there is something. What a node that cannot be reached does not hear is not counted there."""
+        if self._touches and self.channel.breaker.closed:
+            with suppress(Unavailable, Busy):
+                for message in self._touches.take():
+                    self.channel.tell(Kind.TOUCHED, message.SerializeToString(), time.monotonic() + UPKEEP_S)
 
     # ------------------------------------------------------------------ leases
 
@@ -138,6 +162,7 @@ class NodeLink:
     def upkeep(self) -> None:
         """Return leases nobody's message has carried, and probe an open breaker."""
         self.channel.probe()
+        self.tell_touched()
         if self._releases and self.channel.breaker.closed:
             message = pb.Release(leases=self.take_releases()).SerializeToString()
             with suppress(Unavailable, Busy):  # a node that is gone has no leases to end

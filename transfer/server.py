@@ -43,7 +43,7 @@ AWAKE_S: Final = 1.0
 DOZE_S: Final = 0.9
 DOZE_BOUND_S: Final = 2.0
 #: Kinds that nobody waits for an answer to: one would be taken for that of another request.
-ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT))
+ONE_WAY: Final = frozenset((wire.Kind.RELEASE, wire.Kind.MISS_REPORT, wire.Kind.TOUCHED))
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """Same-host transport: the client copies out of the node's sealed slabs; the node pulls stores.
 
-A load is one channel round trip (acquire) and one copy, with no node CPU for the bytes. A store is one
+A load is one copy of what the node's shared index says is where; what is not there is one channel round trip
+(acquire) and one copy, with no node CPU for the bytes. A store is one
 round trip in which the node copies out of memory the client registered (a memfd it maps, or
 ``process_vm_readv``), while the client hashes the same bytes, and one to commit; small stores carry
 their checksums and commit in the first. Memory the node can neither map nor read is staged.
@@ -26,6 +27,7 @@ from kvstrata.transfer.checksums import Sampler, block_checksum
 from kvstrata.transfer.copier import copy_into, copy_one, copy_range
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
+from kvstrata.transfer.index_reads import IndexReads
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.pulling import pull
 from kvstrata.transfer.ranges import cut, tell_whole
@@ -85,6 +87,9 @@ class ShmPeer:
         self.slabs = SlabMap(endpoint.unix_path, identity, endpoint.incarnation)
         self.tamper: Callable[[BlockView, int], None] | None = None
         self._sampler = Sampler()
+        self.index = IndexReads(
+            self.link, self.slabs, self._sampler, asks=identity.tickets is not None, tampered=self._tampered
+        )
         self._methods: dict[int, str] = {}
         self._stage = Stage()
         self._views: set[ShmLease] = set()
@@ -92,12 +97,19 @@ class ShmPeer:
     # ------------------------------------------------------------------ reading
 
     def fetch(self, request: Fetch) -> Fetched:
+        """By the node's index where that has the blocks; what it has not, and reads in ranges, by asking."""
+        if request.parts:
+            return self._ask(request)
+        return self.index.fetch(request, self._ask, few=self._few(request))
+
+    def _ask(self, request: Fetch) -> Fetched:
         count = len(request.blocks.table)
         status, tier, sequence = undecided(count), np.zeros(count, np.uint8), 0
         try:
             reply, sent = self.link.acquire(
                 request.namespace, request.salt, request.hashes, request.deadline, request.epoch
             )
+            self.index.learn(request.namespace, request.salt, request.epoch, reply.scope)
             if self._few(request) and _all_granted(reply, count):
                 return self._copy_few(request, reply, sent)
             granted = Granted(reply, sent, count)
@@ -288,6 +300,7 @@ class ShmPeer:
 
     def upkeep(self) -> None:
         self.link.upkeep()
+        self.index.upkeep()
         for lease in list(self._views):
             lease.renew_if_due()
 

@@ -1,9 +1,10 @@
-"""A node's slabs as a client on the same host maps them: read-only, once, by descriptor passing."""
+"""A node's memory as a client on the same host maps it: read-only, once, by descriptor passing."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
 import threading
 import time
 from typing import Final
@@ -18,6 +19,7 @@ from kvstrata.transfer.frames import FDS_MAX, Disconnected
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.replies import elements
+from kvstrata.transfer.shared_index import SharedIndex
 
 MAP_S: Final = 2.0
 
@@ -46,8 +48,9 @@ class Slab:
 class SlabMap:
     """Slabs of one incarnation of one node, mapped as reads first name them.
 
-    Also the way to register regions with that node, since both need descriptors passed over the unix
-    socket. The connection is opened when first needed and stays, so that the session lives with it.
+    Also the way to the node's shared index, and to register regions with that node, since all need descriptors
+    passed over the unix socket. The connection is opened when first needed and stays, so that the session lives with
+    it.
     """
 
     def __init__(self, unix_path: str, identity: Identity, incarnation: int) -> None:
@@ -56,6 +59,7 @@ class SlabMap:
         self._incarnation = incarnation
         self._slabs: dict[int, Slab] = {}
         self._connection: Connection | None = None
+        self._hangup = select.poll()
         self._lock = threading.Lock()
 
     def get(self, index: int) -> Slab:
@@ -84,6 +88,35 @@ class SlabMap:
         message = pb.UnregisterRegion(region=region.id)
         with self._lock:
             self._connected().call(Kind.UNREGISTER_REGION, message.SerializeToString(), time.monotonic() + MAP_S)
+
+    def map_index(self, index: SharedIndex | None) -> SharedIndex:
+        """Ask for the node's shared index, or for what ``index`` lacks of it: the node says again that it may be read.
+
+        Raises :class:`Unavailable`, :class:`ProtocolError`, and :class:`Refused` where there is none for this client.
+        """
+        with self._lock:
+            connection = self._connected()
+            message = pb.MapIndex(first=index.memories if index is not None else 0).SerializeToString()
+            frame = connection.call(Kind.MAP_INDEX, message, time.monotonic() + MAP_S)
+            fds = connection.stream.take_fds()
+            try:
+                length = elements(expect(pb.MapIndexOk, frame, Kind.MAP_INDEX_OK).length, np.uint64).tolist()
+                if len(length) != len(fds) or not (fds or index):
+                    raise ProtocolError(f"{len(length)} pieces of the shared index with {len(fds)} descriptors")
+                tables = list(zip(fds, length, strict=True))
+                if index is None:
+                    index = SharedIndex(*tables.pop(0), self._incarnation)
+                for fd, nbytes in tables:
+                    index.add(fd, nbytes)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        return index
+
+    def alive(self) -> bool:
+        """Whether the node holds its end of the connection: it has not stopped, and its process has not died."""
+        connection = self._connection
+        return connection is not None and not connection.broken and not self._hangup.poll(0)
 
     def _map(self, indexes: list[int]) -> dict[int, Slab]:
         with self._lock:
@@ -118,6 +151,8 @@ class SlabMap:
                 connection = Connection.open(self._address, self._identity, passes_fds=True, accept=self._same)
             except Unauthenticated as error:  # one node of many: it is lost, and others are not
                 raise Disconnected(str(error)) from error
+            self._hangup = select.poll()
+            self._hangup.register(connection.stream.sock, select.POLLRDHUP)
             self._connection = connection
         connection.refresh(time.monotonic() + MAP_S)
         return connection

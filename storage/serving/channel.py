@@ -75,6 +75,7 @@ class NodeChannel:
             Kind.PING: lambda connection, frame: Reply(Kind.PONG),
             Kind.OPEN_NAMESPACE: self._open_namespace,
             Kind.MAP_SLABS: self._map_slabs,
+            Kind.MAP_INDEX: self._map_index,
             Kind.REGISTER_REGION: self._register_region,
             Kind.UNREGISTER_REGION: self._unregister_region,
             Kind.OPEN_RAILS: self._open_rails,
@@ -131,6 +132,19 @@ class NodeChannel:
         )
         fds = [slabs[index].share_fd for index in wanted]
         return Reply(Kind.MAP_SLABS_OK, answer.SerializeToString(), fds=fds)
+
+    def _map_index(self, connection: ServerConnection, frame: Frame) -> Reply:
+        if not connection.local:
+            raise InvalidArgument("descriptors travel over the node's unix socket only")
+        first = parsed(pb.MapIndex, frame).first
+        if self._state.published is None:
+            raise Refused("this node shares no index (--no-shared-index)")
+        connection.rights.touch_all(salts=True, groups=True)  # whoever has it can read all of it
+        with self._lock:
+            memories = self._state.published.memories[first:]
+        answer = pb.MapIndexOk(length=array("Q", [memory.nbytes for memory in memories]).tobytes())
+        fds = [memory.share_fd for memory in memories]
+        return Reply(Kind.MAP_INDEX_OK, answer.SerializeToString(), fds=fds)
 
     def _register_region(self, connection: ServerConnection, frame: Frame) -> Reply:
         fds = connection.stream.take_fds()

@@ -7,7 +7,9 @@ from kvstrata.storage.state import NodeState
 from kvstrata.transfer.sessions import ServerConnection
 
 
-def check_touch(connection: ServerConnection, state: NodeState, message: pb.Acquire | pb.Reserve | pb.Hint) -> None:
+def check_touch(
+    connection: ServerConnection, state: NodeState, message: pb.Acquire | pb.Reserve | pb.Hint | pb.Touched
+) -> None:
     """Raises :class:`ForbiddenSalt` by names alone: whether a block is there is not looked at.
 
     Raises :class:`FingerprintMismatch` for an unknown handle. The state's lock need not be held: entries only grow.

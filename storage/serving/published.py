@@ -247,10 +247,12 @@ class Published:
 
     def _check_row(self, table: _Table, row: int, block: Block) -> None:
         shelf = block.shelf
-        low, high, *rest, scope, mixed = ROW.unpack_from(table.bytes, table.rows_at + row * ROW.size)
+        fields = ROW.unpack_from(table.bytes, table.rows_at + row * ROW.size)
+        low, high, slab, slot, offset, generation, checksum, scope, mixed = fields
         assert (low, high) == layout.key_of(block.hash) and (scope == shelf.scope or shelf.retired)
-        assert rest == [block.slab.index, block.slot, block.offset, block.generation, block.checksum]
-        assert mixed == layout.digest(low, high, rest[0] | rest[1] << 32, *rest[2:], scope)
+        assert (slab, slot, offset) == (block.slab.index, block.slot, block.offset)
+        assert (generation, checksum) == (block.generation, block.checksum)
+        assert mixed == layout.digest(low, high, slab | slot << 32, offset, generation, checksum, scope)
         tag, *buckets = layout.spread(low, high, scope)
         assert table.tags[row] == tag and row // BUCKET_ROWS in [number & table.mask for number in buckets]
         if not shelf.retired:

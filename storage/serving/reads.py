@@ -1,4 +1,4 @@
-"""Channel handlers that read: acquire, release, renew.
+"""Channel handlers that read: acquire, release, renew; and what clients have read by the shared index.
 
 Blocks that are on SSD only are read into memory first. The handler's thread waits for that, within its caller's
 deadline; what has not come by then is LATE, and comes for whoever asks next.
@@ -19,11 +19,11 @@ from kvstrata.proto.wire import RAW_BYTES_MAX, Kind
 from kvstrata.storage.copying.source import CopySource
 from kvstrata.storage.leases import granted_seconds
 from kvstrata.storage.records import VISIBLE, packed_rows
-from kvstrata.storage.serving.messages import parsed, reply, u64s
+from kvstrata.storage.serving.messages import parsed, reply, u32s, u64s
 from kvstrata.storage.serving.permission import check_touch
 from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.storage.serving.receiver import runs
-from kvstrata.storage.state import Acquired, NodeState
+from kvstrata.storage.state import Acquired, NodeState, Touched
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.storage.tiers.moves import Read
 from kvstrata.transfer.frames import Frame
@@ -62,7 +62,12 @@ class ReadHandlers:
         self._rails = rails
 
     def handlers(self) -> dict[int, Handler]:
-        return {Kind.ACQUIRE: self._acquire, Kind.RELEASE: self._release, Kind.RENEW: self._renew}
+        return {
+            Kind.ACQUIRE: self._acquire,
+            Kind.RELEASE: self._release,
+            Kind.RENEW: self._renew,
+            Kind.TOUCHED: self._touched,
+        }
 
     def _acquire(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Acquire, frame)
@@ -199,6 +204,14 @@ class ReadHandlers:
         with self._lock:
             self._state.release(connection.owner.key, leases)
 
+    def _touched(self, connection: ServerConnection, frame: Frame) -> None:
+        message = parsed(pb.Touched, frame)
+        check_touch(connection, self._state, message)
+        calls, times = u32s(message.calls), u32s(message.times)
+        touched = Touched(message.ns, message.salt, message.hashes, calls, times, message.epoch)
+        with self._lock:
+            self._state.touched(touched, self._clock())
+
     def _renew(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Renew, frame)
         with self._lock:
@@ -215,5 +228,6 @@ def _with_slots(got: Acquired, tiers: bytes, seconds: float) -> Reply:
         lease_ms=int(seconds * 1e3),
         rows=packed_rows(got.blocks),
         delta_seq=got.delta_seq,
+        scope=got.blocks[0].shelf.scope if got.blocks else 0,
     )
     return Reply(Kind.ACQUIRE_OK, answer.SerializeToString())

@@ -56,6 +56,8 @@ NEEDS: Final[Mapping[int, Need]] = {
     Kind.RELEASE: _GOES_ON,
     Kind.RENEW: _GOES_ON,
     Kind.MAP_SLABS: _CLIENT,
+    Kind.MAP_INDEX: _CLIENT,
+    Kind.TOUCHED: _GOES_ON,
     Kind.REGISTER_REGION: _CLIENT,
     Kind.UNREGISTER_REGION: _GOES_ON,
     Kind.RESERVE: _CLIENT,
