@@ -27,11 +27,12 @@ LEASE_MARGIN_S: Final = 0.005
 class Places:
     """Where some blocks lie in a node's slabs. All arrays run over the blocks."""
 
-    __slots__ = ("count", "generation", "offset", "slab", "slot")
+    __slots__ = ("_by_slab", "count", "generation", "offset", "slab", "slot")
 
     def __init__(self, rows: npt.NDArray[np.void]) -> None:
         """``rows`` has the fields of :data:`ROW`."""
         self.count = len(rows)
+        self._by_slab: list[tuple[int, slice | npt.NDArray[np.int64]]] | None = None
         self.slab, self.slot = rows["slab"], rows["slot"]
         self.offset, self.generation = rows["offset"], rows["generation"]
 
@@ -46,12 +47,15 @@ class Places:
 
     def by_slab(self) -> list[tuple[int, slice | npt.NDArray[np.int64]]]:
         """(slab, which of the blocks lie in it), of each slab once."""
-        slab = self.slab
-        if not self.count:
-            return []
-        if (slab == slab[0]).all():
-            return [(int(slab[0]), slice(None))]
-        return [(index, np.flatnonzero(slab == index)) for index in np.unique(slab).tolist()]
+        if self._by_slab is None:
+            slab = self.slab
+            if not self.count:
+                self._by_slab = []
+            elif (slab == slab[0]).all():
+                self._by_slab = [(int(slab[0]), slice(None))]
+            else:
+                self._by_slab = [(index, np.flatnonzero(slab == index)) for index in np.unique(slab).tolist()]
+        return self._by_slab
 
     def changed(self, slabs: Callable[[int], Slab]) -> list[int]:
         """Which of the blocks, in no order, have lost their slots to others. All must be in their slabs."""

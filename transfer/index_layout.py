@@ -8,7 +8,7 @@
              | bucket 0: 8 tags | bucket 1: 8 tags | ...   | row 0 | row 1 | ...               |
              +--------------------------------------------+----------------------------------+
 
-A row says where one block is. It stands in one of the two buckets that its tag names, in one of the tables; a tag
+A row says where one block is. It stands in one of the two buckets that its key names, in one of the tables; a tag
 of 0 is an empty row. All is read without a lock, so whoever reads may see half of a row: its last word is a digest
 of the others, and is zeroed before anything else when the block goes. Rows of one block lifetime are all different,
 since a generation is never given twice: a digest that is unchanged means that the row stood all the time.
@@ -66,6 +66,7 @@ _ODD: Final = (
 )  # fmt: skip
 _ODDS: Final = np.array(_ODD, np.uint64)
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+_A64, _B64, _29, _32 = np.uint64(_A), np.uint64(_B), np.uint64(29), np.uint64(32)
 
 
 def keys_of(packed: bytes, width: int) -> U64s:
@@ -83,23 +84,24 @@ def key_of(packed: bytes) -> tuple[int, int]:
     return int.from_bytes(packed[:8], "little"), int.from_bytes(packed[8:], "little")
 
 
-def spread(low: int, high: int, scope: int) -> tuple[int, int, int]:
-    """(tag, number of its first bucket, number of its second) of a key; the numbers are to be cut to the table."""
+def spread(low: int, high: int, scope: int) -> int:
+    """Where a key is looked for: its tag is this with the lowest bit set; the numbers of its two buckets, to be cut to
+    the table, are this, and this >> 32."""
     x = (low * _A + high * _B + scope * _C) & _MASK
     x ^= x >> 29
     x = x * _B & _MASK
-    x ^= x >> 32
-    return x or 1, x, x >> 32
+    return x ^ x >> 32
 
 
-def spread_all(keys: U64s, scope: int) -> tuple[U64s, U64s]:
-    """:func:`spread` of many: (tags u64[n], bucket numbers u64[n, 2])."""
-    x = keys[:, 0] * np.uint64(_A) + keys[:, 1] * np.uint64(_B) + np.uint64(scope * _C & _MASK)
-    x ^= x >> np.uint64(29)
-    x *= np.uint64(_B)
-    high = x >> np.uint64(32)
-    x ^= high
-    return np.where(x, x, np.uint64(1)), np.stack((x, x >> np.uint64(32)), axis=1)
+def spread_all(keys: U64s, scope: int) -> U64s:
+    """:func:`spread` of many keys, u64[n]."""
+    x: U64s = keys[:, 0] * _A64
+    x += keys[:, 1] * _B64
+    x += np.uint64(scope * _C & _MASK)
+    x ^= x >> _29
+    x *= _B64
+    x ^= x >> _32
+    return x
 
 
 def digest(low: int, high: int, place: int, offset: int, generation: int, checksum: int, scope: int) -> int:

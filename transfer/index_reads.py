@@ -159,7 +159,7 @@ class IndexReads:
             return loaded
         blocks = request.blocks if count == len(loaded) else request.blocks[found.positions]
         places = Places(found.rows)
-        slabs = self._slabs.ensure(set(places.slab.tolist()))
+        slabs = self._slabs.ensure({index for index, _ in places.by_slab()})
         with TRACING.span("kvstrata.copy"):
             copy_into(blocks, places.addresses(slabs, blocks.block_bytes))
         self._tampered(blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,11 @@ from kvstrata.transfer.index_layout import BUCKET_BYTES, BUCKET_ROWS, BUCKET_TAG
 _SERVING: Final = layout.WORD_SERVING
 _BEAT: Final = layout.WORD_BEAT
 _DIGEST: Final = ROW_WORDS - 1
-_STEPS: Final = np.arange(BUCKET_ROWS, dtype=np.int64)
+_SCOPE: Final = ROW_WORDS - 2
+_1, _32 = np.uint64(1), np.uint64(32)
+assert BUCKET_ROWS == 8
+
+Int64s = npt.NDArray[np.int64]
 
 
 class Row(NamedTuple):
@@ -37,14 +41,13 @@ class Row(NamedTuple):
     at: int
 
 
-class Rows(NamedTuple):
-    """Where some blocks of a call are: ``positions`` of the call, ascending, have ``rows`` (:data:`ROW_TYPE`), found in
-    table ``table[i]`` at ``number[i]``."""
+class Found(NamedTuple):
+    """Where some blocks of a call are: those at ``positions``, ascending, have ``rows`` (:data:`ROW_TYPE`). ``places``:
+    the numbers of these rows, table by table, each with the indexes in ``rows`` that they are of; None: all."""
 
-    positions: npt.NDArray[np.int64]
+    positions: Int64s
     rows: npt.NDArray[np.void]
-    table: npt.NDArray[np.int64]
-    number: npt.NDArray[np.int64]
+    places: list[tuple[_Table, Int64s, Int64s | None]]
 
 
 class _Table:
@@ -57,8 +60,20 @@ class _Table:
         self.rows_at = BUCKET_TAGS.size * self.buckets
         self.row_words = self.bytes[self.rows_at :].cast("Q")
         words = np.frombuffer(mapping, np.uint64)
-        self.tags = words[: self.buckets * BUCKET_ROWS]
+        self.tags = words[: self.buckets * BUCKET_ROWS].reshape(-1, BUCKET_ROWS)
         self.rows = words[self.buckets * BUCKET_ROWS :].reshape(-1, ROW_WORDS)
+
+    def probe(self, spread: U64s) -> Int64s:
+        """The number of a row that has each one's tag; of any row where none has."""
+        buckets = np.empty((len(spread), 2), np.uint64)
+        buckets[:, 0] = spread
+        buckets[:, 1] = spread >> _32
+        buckets &= np.uint64(self.mask)
+        at = buckets.view(np.int64)
+        same = self.tags[at] == (spread | _1)[:, None, None]
+        first = same.reshape(len(spread), -1).argmax(axis=1)
+        numbers: Int64s = at[np.arange(len(spread)), first >> 3] * BUCKET_ROWS + (first & 7)
+        return numbers
 
 
 class SharedIndex:
@@ -101,14 +116,14 @@ class SharedIndex:
     def find(self, packed: bytes, scope: int) -> Row | None:
         """Where the block of one hash is."""
         low, high = layout.key_of(packed)
-        tag, *numbers = layout.spread(low, high, scope)
+        spread = layout.spread(low, high, scope)
+        tag = spread | 1
         for table in self._tables:
-            for number in numbers:
+            for number in (spread, spread >> 32):
                 bucket = number & table.mask
                 tags = BUCKET_TAGS.unpack_from(table.bytes, bucket * BUCKET_TAGS.size)
                 if tag in tags:
-                    row = bucket * BUCKET_ROWS + tags.index(tag)
-                    return self._row(table, row, (low, high), scope)
+                    return self._row(table, bucket * BUCKET_ROWS + tags.index(tag), (low, high), scope)
         return None
 
     def _row(self, table: _Table, number: int, key: tuple[int, int], scope: int) -> Row | None:
@@ -122,73 +137,58 @@ class SharedIndex:
 
     # ------------------------------------------------------------------ many
 
-    def find_all(self, packed: bytes, width: int, scope: int) -> Rows:
+    def find_all(self, packed: bytes, width: int, scope: int) -> Found:
         """Where the blocks are that are here."""
         keys = layout.keys_of(packed, width)
-        tags, buckets = layout.spread_all(keys, scope)
-        left = np.arange(len(keys))
-        found: list[Rows] = []
-        for index, table in enumerate(self._tables):
-            rows = _probed(table, tags[left], buckets[left], left, index)
-            rows = _sound(rows, keys, scope)
-            if len(rows.positions):
-                found.append(rows)
-                left = np.setdiff1d(left, rows.positions, assume_unique=True)
-                if not len(left):
-                    break
-        return _joined(found)
+        spread, left = layout.spread_all(keys, scope), np.arange(len(keys))
+        parts: list[tuple[_Table, Int64s, Int64s, U64s]] = []
+        for table in self._tables:
+            numbers = table.probe(spread)
+            words = table.rows[numbers]
+            good = _sound(words, keys, scope)
+            if good is None:
+                parts.append((table, numbers, left, words))
+                break
+            if good.any():
+                parts.append((table, numbers[good], left[good], words[good]))
+            keys, spread, left = keys[~good], spread[~good], left[~good]
+        return _joined(parts)
 
-    def changed(self, found: Rows) -> npt.NDArray[np.int64]:
+    def changed(self, found: Found) -> Int64s:
         """Which of the rows, by their index in ``found``, do not stand any more."""
-        now = np.empty(len(found.number), np.uint64)
-        for index, table in enumerate(self._tables):
-            here = found.table == index
-            if here.all():
-                return np.flatnonzero(table.rows[found.number, _DIGEST] != found.rows["digest"])
-            now[here] = table.rows[found.number[here], _DIGEST]
+        now = np.empty(len(found.rows), np.uint64)
+        for table, numbers, here in found.places:
+            now[slice(None) if here is None else here] = table.rows[numbers, _DIGEST]
         return np.flatnonzero(now != found.rows["digest"])
 
 
-def _probed(table: _Table, tags: U64s, buckets: U64s, positions: npt.NDArray[np.int64], index: int) -> Rows:
-    """Rows of one table with these tags, whatever else is in them."""
-    first = (buckets & np.uint64(table.mask)).astype(np.int64) * BUCKET_ROWS
-    numbers = (first[:, :, None] + _STEPS).reshape(len(tags), -1)
-    same = table.tags[numbers] == tags[:, None]
-    at = same.argmax(axis=1)
-    every = np.arange(len(tags))
-    hits = np.flatnonzero(same[every, at])
-    number = numbers[hits, at[hits]]
-    rows = table.rows[number].view(ROW_TYPE).reshape(-1)
-    return Rows(positions[hits], rows, np.full(len(hits), index), number)
+def _sound(words: U64s, keys: U64s, scope: int) -> npt.NDArray[np.bool_] | None:
+    """Which rows are of these keys and of the scope, and whole; None: all of them."""
+    same = words[:, :2] == keys
+    rest = (words[:, _SCOPE] == np.uint64(scope)) & (layout.digests_of(words) == words[:, _DIGEST])
+    if same.all() and rest.all():
+        return None
+    good: npt.NDArray[np.bool_] = same.all(axis=1) & rest
+    return good
 
 
-def _sound(found: Rows, keys: U64s, scope: int) -> Rows:
-    """Those that are of their keys and of the scope, and whole."""
-    words = found.rows.view(np.uint64).reshape(-1, ROW_WORDS)
-    same = (words[:, :2] == keys[found.positions]).all(axis=1) & (found.rows["scope"] == scope)
-    sound = same & (layout.digests_of(words) == found.rows["digest"])
-    if sound.all():
-        return found
-    return _chosen(found, sound)
-
-
-def _chosen(found: Rows, which: npt.NDArray[Any]) -> Rows:
-    return Rows(found.positions[which], found.rows[which], found.table[which], found.number[which])
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(parts: Sequence[tuple[_Table, Int64s, Int64s, U64s]]) -> Found:
     if not parts:
-        none = np.zeros(0, np.int64)
-        return Rows(none, np.zeros(0, ROW_TYPE), none, none)
-    joined = Rows(
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.table for part in parts]),
-        np.concatenate([part.number for part in parts]),
-    )
-    return _chosen(joined, np.argsort(joined.positions))
+        return Found(np.zeros(0, np.int64), np.zeros(0, ROW_TYPE), [])
+    if len(parts) == 1:
+        table, numbers, positions, words = parts[0]
+        return Found(positions, words.view(ROW_TYPE)[:, 0], [(table, numbers, None)])
+    positions = np.concatenate([part[2] for part in parts])
+    words = np.concatenate([part[3] for part in parts])
+    order = np.argsort(positions)
+    index = np.empty(len(order), np.int64)
+    index[order] = np.arange(len(order))
+    places: list[tuple[_Table, Int64s, Int64s | None]] = []
+    start = 0
+    for table, numbers, _, _ in parts:
+        places.append((table, numbers, index[start : start + len(numbers)]))
+        start += len(numbers)
+    return Found(positions[order], words[order].view(ROW_TYPE)[:, 0], places)
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import heapq
 import mmap
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
+
+import numpy as np
 
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.records import VISIBLE, Block, Shelf
 from kvstrata.storage.sealed_memory import SealedMemory
 from kvstrata.transfer import index_layout as layout
-from kvstrata.transfer.index_layout import BUCKET_BYTES, BUCKET_ROWS, BUCKET_TAGS, ROW, ROW_WORDS
+from kvstrata.transfer.index_layout import BUCKET_BYTES, BUCKET_ROWS, ROW, ROW_WORDS, U64s
 
 log = get_logger(__name__)
 
@@ -28,10 +31,16 @@ BUCKETS_MIN: Final = 64
 ARENA_SHARE: Final = 32
 #: Another table is made when this part of all rows is taken.
 FULL: Final = 0.5
+#: Fewer blocks than this are entered one by one: arrays take some time to begin.
+FEW: Final = 16
+
+#: Of a bucket's bits: how many are set, and the lowest that is not.
+_COUNT: Final = bytes(bits.bit_count() for bits in range(1 << BUCKET_ROWS))
+_FREE: Final = bytes((~bits & bits + 1).bit_length() - 1 for bits in range(1 << BUCKET_ROWS))
 
 _TABLE_BITS: Final = 4
 _DIGEST: Final = ROW_WORDS - 1
-assert layout.TABLES_MAX <= 1 << _TABLE_BITS
+assert layout.TABLES_MAX <= 1 << _TABLE_BITS and BUCKET_ROWS == 8
 
 
 class IndexMemory(Protocol):
@@ -75,15 +84,30 @@ class _Table:
         self.bytes = memory.view
         self.tags = memory.view[: self.rows_at].cast("Q")
         self.words = memory.view[self.rows_at :].cast("Q")
+        self.taken = bytearray(self.buckets)  #: a bit for each row of a bucket
 
-    def free_row(self, first: int, second: int) -> int:
-        """An empty row of the emptier of two buckets; -1 when both are full."""
-        first, second = first & self.mask, second & self.mask
-        here = BUCKET_TAGS.unpack_from(self.bytes, first * BUCKET_TAGS.size)
-        there = BUCKET_TAGS.unpack_from(self.bytes, second * BUCKET_TAGS.size)
-        if there.count(0) > here.count(0):
-            first, here = second, there
-        return first * BUCKET_ROWS + here.index(0) if 0 in here else -1
+    def take(self, spread: int) -> int:
+        """An empty row of the emptier of two buckets, which is taken from here on; -1 when both are full."""
+        taken, bucket, other = self.taken, spread & self.mask, spread >> 32 & self.mask
+        if _COUNT[taken[other]] < _COUNT[taken[bucket]]:
+            bucket = other
+        rows = taken[bucket]
+        free = _FREE[rows]
+        if free == BUCKET_ROWS:
+            return -1
+        taken[bucket] = rows | 1 << free
+        return bucket * BUCKET_ROWS + free
+
+    def give_back(self, row: int) -> None:
+        """The row is empty."""
+        self.words[row * ROW_WORDS + _DIGEST] = 0
+        self.tags[row] = 0
+        self.taken[row >> 3] ^= 1 << (row & 7)
+
+    def write(self, rows: list[int], words: U64s, tags: U64s) -> None:
+        """Rows that were taken, and then their tags."""
+        np.frombuffer(self.words, np.uint64).reshape(-1, ROW_WORDS)[rows] = words
+        np.frombuffer(self.tags, np.uint64)[rows] = tags
 
     def close(self) -> None:
         self.tags.release()
@@ -144,34 +168,68 @@ class Published:
             return
         if self.blocks + len(blocks) > FULL * self.rows:
             self._grow()
-        pack, spread, digest = ROW.pack_into, layout.spread, layout.digest
-        keys = layout.keys_of(b"".join([block.hash for block in blocks]), shelf.entry.width).tolist()
-        for block, (low, high) in zip(blocks, keys, strict=True):
-            tag, first, second = spread(low, high, scope)
-            for number in range(len(self.tables) - 1, -1, -1):
-                table = self.tables[number]
-                row = table.free_row(first, second)
-                if row >= 0:
-                    break
-            else:
-                self.crowded += 1
-                continue
-            slab, slot, generation, checksum = block.slab, block.slot, block.generation, block.checksum
-            offset = slab.data_offset + slot * slab.slot_bytes
-            mixed = digest(low, high, slab.index | slot << 32, offset, generation, checksum, scope)
-            at = table.rows_at + row * ROW.size
-            pack(table.bytes, at, low, high, slab.index, slot, offset, generation, checksum, scope, mixed)
-            table.tags[row] = tag
-            block.place = row << _TABLE_BITS | number
-            self.blocks += 1
+        if len(blocks) < FEW:
+            for block in blocks:
+                self._enter(block, scope)
+        else:
+            self._enter_all(blocks, shelf.entry.width, scope)
+
+    def _place(self, spread: int) -> tuple[int, int] | None:
+        """An empty row of the newest table that has one: (table, row)."""
+        for number in range(len(self.tables) - 1, -1, -1):
+            row = self.tables[number].take(spread)
+            if row >= 0:
+                self.blocks += 1
+                return number, row
+        self.crowded += 1
+        return None
+
+    def _enter(self, block: Block, scope: int) -> None:
+        low, high = layout.key_of(block.hash)
+        spread = layout.spread(low, high, scope)
+        found = self._place(spread)
+        if found is None:
+            return
+        number, row = found
+        table, block.place = self.tables[number], row << _TABLE_BITS | number
+        slab, slot, generation, checksum = block.slab.index, block.slot, block.generation, block.checksum
+        offset = block.offset
+        mixed = layout.digest(low, high, slab | slot << 32, offset, generation, checksum, scope)
+        at = table.rows_at + row * ROW.size
+        ROW.pack_into(table.bytes, at, low, high, slab, slot, offset, generation, checksum, scope, mixed)
+        table.tags[row] = spread | 1
+
+    def _enter_all(self, blocks: Sequence[Block], width: int, scope: int) -> None:
+        """:meth:`_enter` of many, by arrays."""
+        rows = np.empty((len(blocks), ROW_WORDS), np.uint64)
+        keys = rows[:, :2] = layout.keys_of(b"".join([block.hash for block in blocks]), width)
+        rows[:, 2] = np.frombuffer(array("Q", [block.slab.index | block.slot << 32 for block in blocks]), np.uint64)
+        rows[:, 3] = np.frombuffer(array("Q", [block.offset for block in blocks]), np.uint64)
+        rows[:, 4] = np.frombuffer(array("Q", [block.generation for block in blocks]), np.uint64)
+        rows[:, 5] = np.frombuffer(array("Q", [block.checksum for block in blocks]), np.uint64)
+        rows[:, 6] = scope
+        rows[:, _DIGEST] = layout.digests_of(rows)
+        spread = layout.spread_all(keys, scope)
+        taken: dict[int, tuple[list[int], list[int]]] = {}  # table -> its rows, and the blocks that they are for
+        for at, (block, each) in enumerate(zip(blocks, spread.tolist(), strict=True)):
+            found = self._place(each)
+            if found is not None:
+                number, row = found
+                block.place = row << _TABLE_BITS | number
+                here = taken.get(number)
+                if here is None:
+                    here = taken[number] = ([], [])
+                here[0].append(row)
+                here[1].append(at)
+        for number, (into, of) in taken.items():
+            self.tables[number].write(into, rows[of], spread[of] | np.uint64(1))
 
     def withdraw(self, block: Block) -> None:
         """Before the block's slot may go to another; nothing when it is not in the index."""
         place = block.place
         if place >= 0:
             table, row = self.tables[place & (1 << _TABLE_BITS) - 1], place >> _TABLE_BITS
-            table.words[row * ROW_WORDS + _DIGEST] = 0
-            table.tags[row] = 0
+            table.give_back(row)
             block.place = -1
             self.blocks -= 1
 
@@ -237,8 +295,11 @@ class Published:
                 assert block.place not in named, "two blocks share a row"
                 named[block.place] = block
         assert len(named) == self.blocks, f"{self.blocks} rows counted, {len(named)} named"
-        taken = sum(tag != 0 for table in self.tables for tag in table.tags)
-        assert taken == self.blocks, f"{taken} tags for {self.blocks} rows"
+        for table in self.tables:
+            tags = np.frombuffer(table.tags, np.uint64).reshape(-1, BUCKET_ROWS) != 0
+            taken = np.packbits(tags, axis=1, bitorder="little").tobytes()
+            assert taken == table.taken, "rows that are taken have no tag, or others have one"
+        assert sum(_COUNT[each] for table in self.tables for each in table.taken) == self.blocks, "a row of no block"
         for place, block in named.items():
             self._check_row(self.tables[place & (1 << _TABLE_BITS) - 1], place >> _TABLE_BITS, block)
         used = self._words[layout.HEAD_WORDS : layout.HEAD_WORDS + self._scopes_used]
@@ -253,8 +314,9 @@ class Published:
         assert (slab, slot, offset) == (block.slab.index, block.slot, block.offset)
         assert (generation, checksum) == (block.generation, block.checksum)
         assert mixed == layout.digest(low, high, slab | slot << 32, offset, generation, checksum, scope)
-        tag, *buckets = layout.spread(low, high, scope)
-        assert table.tags[row] == tag and row // BUCKET_ROWS in [number & table.mask for number in buckets]
+        spread = layout.spread(low, high, scope)
+        buckets = (spread & table.mask, spread >> 32 & table.mask)
+        assert table.tags[row] == spread | 1 and row // BUCKET_ROWS in buckets, "a block that is not found"
         if not shelf.retired:
             assert self._words[layout.HEAD_WORDS + (scope & layout.SCOPES - 1)] == scope, "a shelf's scope is another's"
 
