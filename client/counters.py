@@ -24,6 +24,7 @@ class Counters:
         self._kinds: dict[str, Counter[str]] = {}
         self._hits: dict[str, Counter[str]] = {}
         self._moved: Counter[tuple[str, str]] = Counter()
+        self.by_index = 0  #: blocks that nodes on this host were not asked for
 
     def add(self, kind: str, reasons: Mapping[str, int], nbytes: int = 0, tiers: bytes | None = None) -> None:
         """One call. ``tiers``: of blocks that a lookup showed or a load brought, where they were: u8[n], other values
@@ -60,11 +61,13 @@ class Counters:
                 for kind, counts in theirs.items():
                     mine.setdefault(kind, Counter()).update(counts)
             self._moved.update(moved)
+            self.by_index += other.by_index
 
-    def moved(self, kind: str, transport: str, nbytes: int) -> None:
-        """Payload bytes that one node gave or took."""
+    def moved(self, kind: str, transport: str, nbytes: int, by_index: int = 0) -> None:
+        """Payload bytes that one node gave or took; ``by_index``: of its blocks, those for which it was not asked."""
         with self._lock:
             self._moved[kind, transport] += nbytes
+            self.by_index += by_index
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """kind -> {"calls", "bytes", "asked", and blocks by reason}."""

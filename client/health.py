@@ -43,6 +43,7 @@ def health_report(
         "nodes": nodes,
         "loop_age_seconds": {each.name: each.age_s() for each in loops},
         "blocks": counters.snapshot(),
+        "blocks_by_index": counters.by_index,
         "regions": memory.totals(),
         "staging": memory.staging(),
         "rails": dict(rails),

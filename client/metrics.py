@@ -67,6 +67,8 @@ def _families(rows: Rows) -> Iterator[Metric]:
     yield _counter("store_blocks", "Blocks offered, by outcome", ("outcome",), _summed(kinds, _offered))
     moved = _summed(rows, lambda client: client.counters.bytes_moved().items())
     yield _counter("bytes", "Payload bytes moved, by transport", ("call", "transport"), moved)
+    text = "Blocks loaded by the shared index of a node on this host, which was not asked for them"
+    yield _counter("index_blocks", text, (), _summed(rows, lambda client: [((), client.counters.by_index)]))
     timings: dict[str, list[Timings]] = {}
     for name, client in rows:
         timings.setdefault(name, []).append(client.counters.timings)

@@ -17,7 +17,7 @@ def fetch(peer: Peer, request: Fetch, counters: Counters) -> Fetched:
                 _told(span, peer, reasons_of(fetched.status), fetched.bytes_moved)
     else:
         fetched = peer.fetch(request)
-    counters.moved("load", peer.transport, fetched.bytes_moved)
+    counters.moved("load", peer.transport, fetched.bytes_moved, fetched.by_index)
     return fetched
 
 

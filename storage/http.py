@@ -37,6 +37,8 @@ _GAUGES = (
     ("ssd_bytes_used", "SSD in slots that are taken"),
     ("ssd_bytes_free", "SSD not in taken slots"),
     ("ssd_blocks", "blocks that can be read on SSD"),
+    ("index_blocks", "blocks that clients of this host find by themselves"),
+    ("index_bytes", "room of the index in which they do"),
 )
 #: Outcomes of blocks offered: they add up to what was asked.
 _WRITES = ("stored", "already_present", "full", "quota", "refused", "aborted", "corrupt")
@@ -61,8 +63,9 @@ _PLAIN = (
     ("scrubbed", "blocks read back to see whether they are what was stored"),
     ("scrubbed_bytes", "payload bytes of those"),
     ("scrub_corrupt", "of those, blocks that were not, or could not be read: withdrawn"),
+    ("hits_index", "blocks that clients of this host found and read by themselves; in the hits, too"),
     ("bytes_in", "payload bytes written into slots"),
-    ("bytes_out", "payload bytes sent to readers, or leased to them to copy"),
+    ("bytes_out", "payload bytes sent to readers, or leased to them to copy, or read by the shared index"),
 )
 
 

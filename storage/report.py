@@ -63,6 +63,8 @@ class Totals:
     ssd_bytes_used: int = 0
     ssd_bytes_free: int = 0
     ssd_blocks: int = 0
+    index_blocks: int = 0
+    index_bytes: int = 0
     devices: tuple[Device, ...] = ()
 
 
@@ -130,6 +132,8 @@ class NodeReport:
                 ssd_bytes_used=ssd.arena.bytes_used if ssd is not None else 0,
                 ssd_bytes_free=ssd.arena.bytes_total - ssd.arena.bytes_used if ssd is not None else 0,
                 ssd_blocks=ssd.visible if ssd is not None else 0,
+                index_blocks=state.published.blocks if state.published is not None else 0,
+                index_bytes=state.published.nbytes if state.published is not None else 0,
                 devices=tuple(_device(index, device, ssd) for index, device in enumerate(devices)),
             )
 

@@ -64,11 +64,11 @@ class IndexReads:
 
     # ------------------------------------------------------------------ what may be read
 
-    def learn(self, namespace: Namespace, salt: str, epoch: int, scope: int) -> None:
-        """The node's answer has named a tenant's scope: its blocks can be found from here on. May ask for the index."""
+    def learn(self, request: Fetch, scope: int) -> None:
+        """The answer to a request named the tenant's scope: its blocks can be found from here on. May ask for the index."""
         if not scope or self._refused:
             return
-        tenant = (namespace, salt, epoch)
+        tenant = (request.namespace, request.salt, request.epoch)
         if self._scopes.get(tenant) != scope:
             if len(self._scopes) >= SCOPES_MAX:
                 self._scopes.clear()

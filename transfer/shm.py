@@ -109,14 +109,16 @@ class ShmPeer:
             reply, sent = self.link.acquire(
                 request.namespace, request.salt, request.hashes, request.deadline, request.epoch
             )
-            self.index.learn(request.namespace, request.salt, request.epoch, reply.scope)
             if self._few(request) and _all_granted(reply, count):
-                return self._copy_few(request, reply, sent)
+                fetched = self._copy_few(request, reply, sent)
+                self.index.learn(request, reply.scope)
+                return fetched
             granted = Granted(reply, sent, count)
             status, sequence = granted.status, granted.delta_seq
             if granted.count:
                 tier[granted.positions] = granted.tier
                 self._copy_out(request, granted, status)
+            self.index.learn(request, reply.scope)
         except KVError as error:
             settle(status, error)
         moved = int(np.count_nonzero(status == _LOADED)) * request.namespace.block_bytes

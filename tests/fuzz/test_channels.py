@@ -45,6 +45,7 @@ BODIES = {
     Kind.RESERVE: pb.Reserve, Kind.WRITE: pb.Write, Kind.PULL: pb.Pull, Kind.COMMIT: pb.Commit,
     Kind.ABORT: pb.Abort, Kind.HINT: pb.Hint, Kind.HELLO: pb.Hello,
     Kind.OPEN_RAILS: pb.OpenRails, Kind.TEST_RAIL: pb.TestRail,
+    Kind.MAP_INDEX: pb.MapIndex, Kind.TOUCHED: pb.Touched,
 }  # fmt: skip
 #: What peers on rails have registered: this process's own, so that a fake agent can read it.
 MEMORY = np.zeros(256 << 10, np.uint8)

@@ -86,6 +86,7 @@ def fetch_ranges(
     peer = shm.ShmPeer.__new__(shm.ShmPeer)
     peer.tamper, peer._sampler = None, shm.Sampler()
     peer.slabs = FakeSlabs(slab)  # type: ignore[assignment]
+    peer.index = NoIndex()  # type: ignore[assignment]
     rows = np.zeros(3, np.dtype([("slab", "<u4"), ("slot", "<u4"), ("offset", "<u8"), ("gen", "<u8"), ("sum", "<u8")]))
     rows["slot"], rows["offset"] = np.arange(3), np.arange(3) * 64
     answer = pb.AcquireOk(
@@ -126,6 +127,11 @@ class FakeSlabs:
 
     def ensure(self, indexes: set[int]) -> dict[int, FakeSlab]:
         return dict.fromkeys(indexes, self._slab)
+
+
+class NoIndex:
+    def learn(self, *_: object) -> None:
+        return
 
 
 class FakeLink:
