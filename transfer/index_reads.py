@@ -62,6 +62,11 @@ class IndexReads:
         self._ask_at = 0.0
         self._scopes: dict[_Tenant, int] = {}
 
+    @property
+    def open(self) -> bool:
+        """Whether the node's index is mapped."""
+        return self._index is not None
+
     # ------------------------------------------------------------------ what may be read
 
     def learn(self, request: Fetch, scope: int) -> None:
