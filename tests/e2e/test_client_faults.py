@@ -65,7 +65,7 @@ def test_a_node_lost_between_lookup_and_load(client: Client, pool: RealPool, num
     stopped = time.monotonic()
     result, took_s = stored.load()
     while result.loaded.all() and number == signal.SIGSTOP:  # its index is good for as long as nobody misses it
-        assert time.monotonic() - stopped < BOUND_S
+        assert time.monotonic() - stopped < 5 * BOUND_S
         result, took_s = stored.load()
     assert took_s < BOUND_S
     lost = int((~result.loaded).sum())
