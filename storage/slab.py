@@ -24,6 +24,7 @@ import numpy as np
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.grid import SlotGrid
+from kvstrata.storage.huge_pages import Pages, populate_transparent
 
 PAGE_BYTES: Final = 4096
 GENERATION_BYTES: Final = 8
@@ -57,8 +58,8 @@ class Slab(SlotGrid):
 
     generations: memoryview
 
-    def __init__(self, index: int, nbytes: int, *, hugepages: bool = False) -> None:
-        self.fd, self._mapping = _sealed_memory(f"kvstrata-slab-{index}", nbytes, hugepages)
+    def __init__(self, index: int, nbytes: int, *, pages: Pages = Pages.SMALL) -> None:
+        self.fd, self._mapping = _sealed_memory(f"kvstrata-slab-{index}", nbytes, pages)
         self.share_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self.view = memoryview(self._mapping)
         self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
@@ -80,25 +81,32 @@ class Slab(SlotGrid):
             self._mapping.close()
 
 
-def _sealed_memory(name: str, nbytes: int, hugepages: bool) -> tuple[int, mmap.mmap]:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if hugepages else 0)
+def _sealed_memory(name: str, nbytes: int, pages: Pages) -> tuple[int, mmap.mmap]:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if pages is Pages.RESERVED:
+        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    populated = 0 if pages is Pages.TRANSPARENT else mmap.MAP_POPULATE
     fd = -1
     try:
         fd = os.memfd_create(name, flags)
         os.ftruncate(fd, nbytes)
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | populated)
+        if pages is Pages.TRANSPARENT:
+            populate_transparent(mapping)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise ConfigError(_advice(nbytes, hugepages, error)) from error
+        raise ConfigError(_advice(nbytes, pages, error)) from error
     return fd, mapping
 
 
-def _advice(nbytes: int, hugepages: bool, error: OSError) -> str:
+def _advice(nbytes: int, pages: Pages, error: OSError) -> str:
     what = f"cannot allocate a slab of {nbytes >> 20} MiB: {error.strerror or error}"
-    if hugepages:
-        return f"{what}; reserve huge pages (/proc/sys/vm/nr_hugepages) or start without --hugepages"
     if error.errno == errno.EMFILE:
         return f"{what}; raise the limit on open files (ulimit -n) or choose larger slabs"
+    if pages is Pages.RESERVED:
+        return f"{what}; reserve more huge pages (sysctl vm.nr_hugepages) or start without --hugepages"
+    if pages is Pages.TRANSPARENT and error.errno == errno.EINVAL:
+        return f"{what}; transparent huge pages need Linux 5.14: reserve huge pages or start without --hugepages"
     return f"{what}; choose a smaller --dram"
