@@ -22,6 +22,9 @@ PROBES_MAX: Final = 256
 VALUE_MAX: Final = 0xFFFFFFFE
 #: Up to so many keys are looked for one by one, in plain integers: arrays of so few cost more than they save.
 FEW: Final = 32
+#: So many keys of a batch that are not decided yet are walked one by one: a step over arrays costs as much as thirty
+#: steps of single keys, and the last of a batch need many.
+LEFT_FEW: Final = 32
 #: Slots looked at together by passes over everything: temporaries stay in cache.
 STRIDE: Final = 1 << 16
 
@@ -90,6 +93,10 @@ class SlotArray:
         low, high = keys[:, 0], keys[:, 1]
         mask = np.int64(self._mask)
         for step in range(1, self._reach + 1):
+            if len(slots) <= LEFT_FEW:
+                rest = self._walk(slots.tolist(), low.tolist(), high.tolist(), step)
+                found[slice(None) if pending is None else pending] = rest
+                break
             values = self.value[slots]
             hit = is_live(values)
             hit &= self._lo[slots] == low
@@ -117,6 +124,9 @@ class SlotArray:
         mask = np.int64(self._mask)
         total = 0
         for step in range(1, PROBES_MAX + 1):
+            if len(slots) <= LEFT_FEW:
+                added, left = self._put_rest(slots, keys, values, pending, step)
+                return total + added, left
             occupant = self.value[slots]
             free = np.flatnonzero(~is_live(occupant))
             if free.size:
@@ -147,11 +157,31 @@ class SlotArray:
             slot = (slot + step) & mask
         return -1
 
+    def _walk(self, slots: list[int], lows: list[int], highs: list[int], step: int) -> list[int]:
+        """As :meth:`locate`, one by one, of keys that are not before these slots, their ``step``-th."""
+        values, own_lows, own_highs, mask = self._values, self._lows, self._highs, len(self._values) - 1
+        steps, found = range(step, self._reach + 1), []
+        for slot, low, high in zip(slots, lows, highs, strict=True):
+            at = -1
+            for further in steps:
+                value = values[slot]
+                if value == _EMPTY:
+                    break
+                if own_lows[slot] == low and own_highs[slot] == high and value != _TOMBSTONE:
+                    at = slot
+                    break
+                slot = (slot + further) & mask
+            found.append(at)
+        return found
+
     def insert_one(self, low: int, high: int, value: int) -> bool:
         """Add a key known to be absent; False when it finds no place within ``PROBES_MAX`` probes."""
+        return self._put(self._first_slot(low, high), low, high, value, 1)
+
+    def _put(self, slot: int, low: int, high: int, value: int, first: int) -> bool:
+        """Add a key that is not before ``slot``, its ``first``-th, or give its equal this value; False as above."""
         values, mask = self._values, len(self._values) - 1
-        slot = self._first_slot(low, high)
-        for step in range(1, PROBES_MAX + 1):
+        for step in range(first, PROBES_MAX + 1):
             occupant = values[slot]
             if occupant in (_EMPTY, _TOMBSTONE):
                 self._lows[slot], self._highs[slot], values[slot] = low, high, value
@@ -159,8 +189,20 @@ class SlotArray:
                 self.used += occupant == _EMPTY
                 self._reach = max(self._reach, step)
                 return True
+            if self._lows[slot] == low and self._highs[slot] == high:
+                values[slot] = value
+                return True
             slot = (slot + step) & mask
         return False
+
+    def _put_rest(self, slots: Slots, keys: Keys, values: Values, rows: Slots, step: int) -> tuple[int, Slots]:
+        """The rows of a batch that are left at their ``step``-th slots, one by one: as :meth:`insert`."""
+        before, rest = self.live, keys[rows].tolist()
+        placed = [
+            self._put(slot, low, high, value, step)
+            for slot, (low, high), value in zip(slots.tolist(), rest, values[rows].tolist(), strict=True)
+        ]
+        return self.live - before, rows if not any(placed) else rows[~np.array(placed, dtype=np.bool_)]
 
     def value_at(self, slot: int) -> int:
         return self._values[slot]
