@@ -14,8 +14,8 @@ from kvstrata.proto.errors import Unavailable
 
 READY_S: Final = 60.0
 POLL_S: Final = 0.1
-#: What is used stays for so long whatever comes: 10 s by default, in which a replay, whose time is virtual, uses all that
-#: there is. Much less, and loads of a busy machine find their lease expired.
+#: What is used stays for so long whatever comes: 10 s by default, in which a replay, whose time is virtual, uses
+#: everything. Much less, and loads of a busy machine find their lease expired.
 LEASE_MS: Final = 1000
 
 

@@ -2,8 +2,8 @@
 
 ``python bench/replay_peers.py TRACE... [--mooncake SITE_PACKAGES]``: each trace is replayed as ``kvstrata replay`` does
 it, on a pool of ours through shared memory, and then by the same engine stand-ins on Mooncake's. Hit rates are of
-tokens. A request's time to its first token is modelled from what it hit, with the same costs for all, but for its lookup
-and load: those are measured.
+tokens. A request's time to its first token is modelled from what it hit, with the same costs for all; only its lookup
+and load are measured.
 """
 
 from __future__ import annotations
