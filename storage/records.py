@@ -153,11 +153,12 @@ class Reservation:
     """The right of one session to fill some slots until ``deadline``.
 
     ``busy`` while a thread of the node moves bytes into the slots: whatever ends the reservation then only
-    dooms it, and the slots are freed when the thread says that it is done. ``digests``: checksums of its blocks, where
-    the node has hashed them for a writer that cannot.
+    dooms it, and the slots are freed when the thread says that it is done. ``arrived``: so many bytes of each block
+    are the writer's; what is behind them is whatever was in the slots before, and not to be published. ``digests``:
+    checksums of its blocks, where the node has hashed them for a writer that cannot.
     """
 
-    __slots__ = ("blocks", "busy", "deadline", "digests", "doomed", "id", "session", "shelf")
+    __slots__ = ("arrived", "blocks", "busy", "deadline", "digests", "doomed", "id", "session", "shelf")
 
     def __init__(self, number: int, session: bytes, shelf: Shelf, blocks: list[Block], deadline: float) -> None:
         self.id = number
@@ -167,6 +168,7 @@ class Reservation:
         self.deadline = deadline
         self.busy = False
         self.doomed = False
+        self.arrived = 0
         self.digests: list[int] = []
 
 

@@ -138,8 +138,9 @@ class WriteHandlers:
         key = connection.owner.key
         with self._lock:
             reservation = self._state.find_reservation(key, message.reservation)
-            if reservation is not None and reservation.digests:
-                checksums = reservation.digests
+            if reservation is not None:
+                _check_whole(reservation)
+                checksums = reservation.digests or checksums
             statuses = self._state.commit(key, message.reservation, checksums, message.mask or None, self._clock())
             sequence = self._state.deltas.answer_seq
         durable = self._written_through(reservation, statuses) if reservation is not None else b""
@@ -210,6 +211,7 @@ class WriteHandlers:
         assert got.reservation is not None
         with self._lock:
             alive = self._moved(got.reservation)
+            got.reservation.arrived = got.reservation.shelf.entry.block_bytes
         if alive:
             return _reserved(got, durable)
         for position in granted:
@@ -313,6 +315,12 @@ def _reserved(got: Reserved, durable: bytes = b"", *, held: bool = True) -> Repl
         durable=durable if any(durable) else b"",
     )
     return reply(Kind.RESERVE_OK, answer)
+
+
+def _check_whole(reservation: Reservation) -> None:
+    """Slots hold what was in them before until they are written: another tenant's bytes."""
+    if reservation.arrived < reservation.shelf.entry.block_bytes and not reservation.busy:
+        raise InvalidArgument(f"reservation {reservation.id} was not written: send its bytes, or have them pulled, first")
 
 
 def _check_write(reservation: Reservation, checksums: Sequence[int], raw_bytes: int) -> None:
