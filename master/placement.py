@@ -103,7 +103,12 @@ class Placement:
             return Placed(codes, states)
         self._rotate(now)
         scoped = keys[absent] ^ scope
-        intended, writers = self._intended(scoped, candidates.mask, now)
+        noted = self._noted(scoped, now)
+        if not noted.any():
+            codes[absent] = self._choose(absent, candidates, boot_id)
+            self._intents.add(scoped, _intents_of(codes[absent], now, writer))
+            return Placed(codes, states)
+        intended, writers = _read(noted, candidates.mask, now)
         codes[absent] = intended
         others = (intended != 0) & ((writers != writer) | (writer == 0))
         states[absent[others]] = PlaceState.IN_FLIGHT
@@ -111,7 +116,7 @@ class Placement:
         new = absent[fresh]
         if new.size:
             codes[new] = self._choose(new, candidates, boot_id)
-            self._remember(scoped[fresh], codes[new], now, writer)
+            self._intents.put(scoped[fresh], _intents_of(codes[new], now, writer))
         return Placed(codes, states)
 
     def _place_few(
@@ -193,24 +198,17 @@ class Placement:
 
     # ------------------------------------------------------------------ intents
 
-    def _intended(self, scoped: Keys, slots: SlotMask, now: float) -> tuple[Codes, Values]:
-        """Location codes of fresh intents for nodes in ``slots``, u16[n], 0 where there is none; and whose they are."""
+    def _noted(self, scoped: Keys, now: float) -> Values:
+        """Intents, fresh and lapsed, 0 where there is none: u32[n]."""
         if now - self._rotated_at >= 2 * INTENT_S:
-            return np.zeros(len(scoped), dtype=np.uint16), np.zeros(len(scoped), dtype=np.uint32)
+            return np.zeros(len(scoped), dtype=np.uint32)
         values = self._intents.find(scoped)
         if self._older.live:
             values = np.where(values != 0, values, self._older.find(scoped)).astype(np.uint32)
-        writers: Values = (values >> np.uint32(_TICK_BITS)) & np.uint32(_WRITER_MASK)
-        if not values.any():
-            return np.zeros(len(scoped), dtype=np.uint16), writers
-        age = (_tick(now) - (values & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
-        slot = (values >> np.uint32(_SLOT_SHIFT)).astype(np.int64) - 1
-        usable = (values != 0) & (age < INTENT_S * _TICKS_A_SECOND)
-        usable &= slots.take(slot, mode="clip")
-        return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
+        return values
 
     def _intent(self, low: int, high: int, slots: SlotMask, now: float) -> tuple[int, int]:
-        """As :meth:`_intended`, for one block."""
+        """As :meth:`_noted` and :func:`_read`, for one block."""
         if now - self._rotated_at >= 2 * INTENT_S:
             return 0, 0
         value = self._intents.value(low, high) or (self._older.value(low, high) if self._older.live else 0)
@@ -222,14 +220,8 @@ class Placement:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
         if not self._intents.live and not self._older.live:
             return np.zeros(len(keys), dtype=np.bool_)
-        standing: npt.NDArray[np.bool_] = self._intended(keys ^ scope, slots, now)[0] != 0
+        standing: npt.NDArray[np.bool_] = _read(self._noted(keys ^ scope, now), slots, now)[0] != 0
         return standing
-
-    def _remember(self, scoped: Keys, codes: Codes, now: float, writer: int) -> None:
-        slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
-        mark = np.uint32(writer << _TICK_BITS | _tick(now))
-        values: Values = ((slots + np.uint32(1)) << np.uint32(_SLOT_SHIFT)) | mark
-        self._intents.put(scoped, values)
 
     def _rotate(self, now: float) -> None:
         if now - self._rotated_at >= INTENT_S or self._intents.live >= INTENTS_MAX:
@@ -265,6 +257,23 @@ def _in_turns(weights: Sequence[float], runs: int) -> list[int]:
         credit[best] -= total
         turns.append(best)
     return turns
+
+
+def _read(intents: Values, slots: SlotMask, now: float) -> tuple[Codes, Values]:
+    """Location codes of those that are fresh and for nodes in ``slots``, u16[n], else 0; and whose they are."""
+    writers: Values = (intents >> np.uint32(_TICK_BITS)) & np.uint32(_WRITER_MASK)
+    age = (_tick(now) - (intents & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
+    slot = (intents >> np.uint32(_SLOT_SHIFT)).astype(np.int64) - 1
+    usable = (intents != 0) & (age < INTENT_S * _TICKS_A_SECOND)
+    usable &= slots.take(slot, mode="clip")
+    return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
+
+
+def _intents_of(codes: Codes, now: float, writer: int) -> Values:
+    """What to note of blocks that go there: u32[n]."""
+    slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
+    noted: Values = ((slots + np.uint32(1)) << np.uint32(_SLOT_SHIFT)) | np.uint32(writer << _TICK_BITS | _tick(now))
+    return noted
 
 
 def _tick(now: float) -> int:

@@ -86,16 +86,21 @@ class SlotArray:
             array[start:stop] = 0
 
     def locate(self, keys: Keys) -> Slots:
-        """The slot of each key, -1 where absent. Probes go 1, 2, 3, ... slots further."""
+        """The slot of each key, -1 where absent."""
+        return self.probe(keys)[0]
+
+    def probe(self, keys: Keys) -> tuple[Slots, Values]:
+        """The slot of each key, -1 where absent, and its value, 0 there. Probes go 1, 2, 3, ... slots further."""
         slots = self._first_slots(keys)
         found = np.full(len(keys), -1, dtype=np.int64)
+        held = np.zeros(len(keys), dtype=np.uint32)
         pending: Slots | None = None
         low, high = keys[:, 0], keys[:, 1]
         mask = np.int64(self._mask)
         for step in range(1, self._reach + 1):
             if len(slots) <= LEFT_FEW:
-                rest = self._walk(slots.tolist(), low.tolist(), high.tolist(), step)
-                found[slice(None) if pending is None else pending] = rest
+                rows = slice(None) if pending is None else pending
+                found[rows], held[rows] = self._walk(slots.tolist(), low.tolist(), high.tolist(), step)
                 break
             values = self.value[slots]
             hit = is_live(values)
@@ -103,15 +108,17 @@ class SlotArray:
             hit &= self._hi[slots] == high
             if pending is None:
                 np.copyto(found, slots, where=hit)
+                np.copyto(held, values, where=hit)
             else:
-                found[pending[hit]] = slots[hit]
+                rows = pending[hit]
+                found[rows], held[rows] = slots[hit], values[hit]
             more = np.flatnonzero(~hit & (values != EMPTY))
             if not more.size:
                 break
             pending = more if pending is None else pending[more]
             low, high = low[more], high[more]
             slots = (slots[more] + step) & mask
-        return found
+        return found, held
 
     def insert(self, keys: Keys, values: Values) -> tuple[int, Slots]:
         """Add keys known to be absent; of equal ones the last wins.
@@ -157,22 +164,24 @@ class SlotArray:
             slot = (slot + step) & mask
         return -1
 
-    def _walk(self, slots: list[int], lows: list[int], highs: list[int], step: int) -> list[int]:
-        """As :meth:`locate`, one by one, of keys that are not before these slots, their ``step``-th."""
+    def _walk(self, slots: list[int], lows: list[int], highs: list[int], step: int) -> tuple[list[int], list[int]]:
+        """As :meth:`probe`, one by one, of keys that are not before these slots, their ``step``-th."""
         values, own_lows, own_highs, mask = self._values, self._lows, self._highs, len(self._values) - 1
-        steps, found = range(step, self._reach + 1), []
+        steps = range(step, self._reach + 1)
+        found, held = [], []
         for slot, low, high in zip(slots, lows, highs, strict=True):
-            at = -1
+            at, what = -1, 0
             for further in steps:
                 value = values[slot]
                 if value == _EMPTY:
                     break
                 if own_lows[slot] == low and own_highs[slot] == high and value != _TOMBSTONE:
-                    at = slot
+                    at, what = slot, value
                     break
                 slot = (slot + further) & mask
             found.append(at)
-        return found
+            held.append(what)
+        return found, held
 
     def insert_one(self, low: int, high: int, value: int) -> bool:
         """Add a key known to be absent; False when it finds no place within ``PROBES_MAX`` probes."""
