@@ -55,8 +55,7 @@ class Placed:
         if len(self.codes) <= FEW:
             pairs = zip(self.codes.tolist(), self.states.tolist(), strict=True)
             return Counter(code for code, state in pairs if state == _NEW)
-        codes, blocks = np.unique(self.codes[self.states == PlaceState.NEW], return_counts=True)
-        return dict(zip(codes.tolist(), blocks.tolist(), strict=True))
+        return Counter(self.codes[self.states == _NEW].tolist())
 
 
 def writer_tag(session: bytes) -> int:

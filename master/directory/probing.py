@@ -56,12 +56,13 @@ class SlotArray:
     """
 
     __slots__ = (
-        "_hi", "_highs", "_lo", "_lows", "_mask", "_reach", "_secret", "_secrets", "_values", "live", "used", "value",
+        "_hi", "_highs", "_keys", "_lo", "_lows", "_mask", "_reach", "_secret", "_secrets", "_values", "live", "used",
+        "value",
     )  # fmt: skip
 
     def __init__(self, capacity: int) -> None:
-        self._lo = np.zeros(capacity, dtype=np.uint64)
-        self._hi = np.zeros(capacity, dtype=np.uint64)
+        self._keys: Keys = np.zeros((capacity, 2), dtype=np.uint64)  # both halves are in one line of the cache
+        self._lo, self._hi = self._keys[:, 0], self._keys[:, 1]
         self.value = np.zeros(capacity, dtype=np.uint32)
         self._mask = np.uint64(capacity - 1)
         self._reach = 1  #: probes that find every key
@@ -78,12 +79,12 @@ class SlotArray:
 
     @property
     def nbytes(self) -> int:
-        return self._lo.nbytes + self._hi.nbytes + self.value.nbytes
+        return self._keys.nbytes + self.value.nbytes
 
     def warm(self, start: int, stop: int) -> None:
         """Make the kernel provide the memory of these slots now: it takes longest when touched at random."""
-        for array in (self._lo, self._hi, self.value):
-            array[start:stop] = 0
+        self._keys[start:stop] = 0
+        self.value[start:stop] = 0
 
     def locate(self, keys: Keys) -> Slots:
         """The slot of each key, -1 where absent."""
@@ -103,9 +104,10 @@ class SlotArray:
                 found[rows], held[rows] = self._walk(slots.tolist(), low.tolist(), high.tolist(), step)
                 break
             values = self.value[slots]
+            there = self._keys.take(slots, axis=0)
             hit = is_live(values)
-            hit &= self._lo[slots] == low
-            hit &= self._hi[slots] == high
+            hit &= there[:, 0] == low
+            hit &= there[:, 1] == high
             if pending is None:
                 np.copyto(found, slots, where=hit)
                 np.copyto(held, values, where=hit)
@@ -140,8 +142,10 @@ class SlotArray:
                 total += self._claim(slots[free], keys, values, pending[free], occupant[free])
                 self._reach = max(self._reach, step)
             # Equal keys probe in step, so a loser meets its equal in the very slot it lost.
-            settled = (self._lo[slots] == keys[pending, 0]) & (self._hi[slots] == keys[pending, 1])
-            settled &= is_live(self.value[slots])
+            there = self._keys.take(slots, axis=0)
+            settled = is_live(self.value[slots])
+            settled &= there[:, 0] == keys[pending, 0]
+            settled &= there[:, 1] == keys[pending, 1]
             more = np.flatnonzero(~settled)
             pending = pending[more]
             if not more.size:
@@ -206,11 +210,9 @@ class SlotArray:
 
     def _put_rest(self, slots: Slots, keys: Keys, values: Values, rows: Slots, step: int) -> tuple[int, Slots]:
         """The rows of a batch that are left at their ``step``-th slots, one by one: as :meth:`insert`."""
-        before, rest = self.live, keys[rows].tolist()
-        placed = [
-            self._put(slot, low, high, value, step)
-            for slot, (low, high), value in zip(slots.tolist(), rest, values[rows].tolist(), strict=True)
-        ]
+        before, put = self.live, self._put
+        rest = zip(slots.tolist(), keys[rows].tolist(), values[rows].tolist(), strict=True)
+        placed = [put(slot, low, high, value, step) for slot, (low, high), value in rest]
         return self.live - before, rows if not any(placed) else rows[~np.array(placed, dtype=np.bool_)]
 
     def value_at(self, slot: int) -> int:
@@ -236,7 +238,7 @@ class SlotArray:
 
     def at(self, slots: Slots) -> tuple[Keys, Values]:
         """(keys, values) in these slots."""
-        return np.column_stack((self._lo[slots], self._hi[slots])), self.value[slots]
+        return self._keys.take(slots, axis=0), self.value[slots]
 
     def remap(self, remap: Remap, start: int, stop: int) -> Values:
         """Replace values between two slots; returns what was replaced."""
