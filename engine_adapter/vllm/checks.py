@@ -89,7 +89,7 @@ def _check_groups(kv: CacheConfig, found: Findings) -> None:
     kinds = {type(group.kv_cache_spec).__name__ for group in kv.kv_cache_groups if not poolable(group.kv_cache_spec)}
     if kinds:
         found.refused.append(
-            f"the model has layers of kind {', '.join(sorted(kinds))}: only full attention, sliding windows and MLA are "
+            f"layers of kind {', '.join(sorted(kinds))}: only full attention, sliding windows and MLA are "
             "supported, whose blocks a prefix alone determines. Start without --kv-transfer-config"
         )
     hash_tokens = kv.hash_block_size
