@@ -256,6 +256,11 @@ class WorkerSide(Protocol):
         """
         ...
 
+    def layer_written(self, layer: int) -> None:
+        """The pages of the layer, and of those before it, have what this step writes to them. Need not be called;
+        from the thread that computes, which it does not hold up."""
+        ...
+
     def forward_ended(self) -> None:
         """The step's KV is in memory. Returns when its layered loads have ended, or were waited for long enough."""
         ...
