@@ -78,6 +78,8 @@ class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's end of one job. ``done``: one byte a block, group after group: 1 loaded (or stored), 0 not.
 
+    ``layered``: of a store, it was made beside the forward pass.
+
     ``terminal`` memory only: a worker reports a job when no transfer of it can touch the engine's memory again.
     """
 
@@ -87,6 +89,7 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int = 0
     seconds: float = 0.0
     reasons: dict[str, int] = {}  #: status name -> blocks, as in LoadResult and StoreResult
+    layered: bool = False
 
 
 class PoolState(IntEnum):

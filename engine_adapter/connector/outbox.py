@@ -163,6 +163,7 @@ class Outbox:
             bytes_moved=self._bytes_moved(opened),
             seconds=self._clock() - opened.started,
             reasons=reasons,
+            layered=opened.writing is not None,
         )
 
     def _bytes_moved(self, opened: OpenJob) -> int:

@@ -100,7 +100,7 @@ def test_a_store_begins_with_the_first_layers_and_ends_after_the_last(engine: En
     assert not engine.take()
     for layer in (1, 2, 3):
         engine.side.layer_written(layer)
-    assert engine.outcome(1).done == b"\1\1\1"
+    assert engine.outcome(1).done == b"\1\1\1" and engine.outcome(1).layered
     engine.side.forward_ended()
     assert [call.parts for call in client.stores] == [tuple(engine.layout.layer_ends(0))]
     assert [client.blocks[(LAYERS.fingerprint, 0, "", names(1, row))] for row in range(3)] == data
@@ -156,7 +156,7 @@ def test_a_store_that_a_step_keeps_for_too_long_is_made_after_it(
             time.sleep(0.001)
         assert not engine.take()
         engine.side.forward_ended()
-    assert engine.outcome(1).done == b"\1\1"
+    assert engine.outcome(1).done == b"\1\1" and not engine.outcome(1).layered
     assert [bool(call.parts) for call in client.stores] == [True, False, False], "a call a block, as any store here"
 
 
