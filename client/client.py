@@ -418,12 +418,13 @@ class Client:
         ``parts``, as of :meth:`load`: for blocks that are still being written, range after range. ``written(k,
         deadline)`` returns True when range k of every block is in memory, and False when it will not be by
         ``deadline`` (monotonic seconds), or the call is to be given up: then nothing is stored, and blocks are
-        ABORTED. It may wait; it comes from any threads, and may be asked again. Memory on a device goes when all is
-        written.
+        ABORTED. It may wait; it is asked by any threads, and may be asked again. For host memory.
         """
         started = self._check_usable()
         offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
         if len(parts) or written is not None:
+            if not blocks.region.memory.on_host:
+                raise InvalidArgument("parts are for host memory: store blocks of a device when they are written")
             offered.parts, offered.written = checked_parts(namespace, parts, written, "written"), written
         return self._store(offered, started)
 

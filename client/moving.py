@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from msgspec.structs import replace
-
 from kvstrata.client.counters import Counters
 from kvstrata.client.results import reasons_of
-from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Fetch, Fetched, Peer, Push, Pushed
-from kvstrata.transfer.ranges import all_written
 from kvstrata.transfer.tracing import TRACING, Span, set_counts
 
 
@@ -27,11 +22,7 @@ def fetch(peer: Peer, request: Fetch, counters: Counters) -> Fetched:
 
 
 def push(peer: Peer, request: Push, counters: Counters) -> Pushed:
-    """``peer.push``. What goes by way of a stage, or straight from a device, goes when all of it is written."""
-    if request.written is not None and not request.blocks.region.memory.on_host:
-        if not all_written(request):
-            return Pushed(np.full(len(request.blocks), BlockStatus.ABORTED, np.uint8))
-        request = replace(request, parts=(), written=None)
+    """``peer.push``."""
     if TRACING.on:
         with TRACING.span("kvstrata.push") as span:
             pushed = peer.push(request)

@@ -40,7 +40,7 @@ def pull(link: NodeLink, request: Push, status: StatusArray, durable: Mask) -> N
     Raises :class:`KVError`; what is undecided then was not stored.
     """
     ranges = cut(request.blocks, request.parts)
-    if len(ranges) > 1 and request.blocks.region.memory.on_host:
+    if len(ranges) > 1:
         _pull_ranges(link, request, ranges, status, durable)
         return
     if not all_written(request):

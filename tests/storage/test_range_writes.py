@@ -18,10 +18,12 @@ from kvstrata.proto.wire import Kind
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.base import Fetch, Peer, Push
 from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import BlockView, Region
+from kvstrata.transfer.shm import ShmTransport
 
 from .conftest import keys, payload, until
-from .test_channel import NAMESPACE, raw, region_of, reserve, soon, way  # noqa: F401  (fixtures)
+from .test_channel import NAMESPACE, endpoint, raw, region_of, reserve, soon, way  # noqa: F401  (fixtures)
 
 SIZE = NAMESPACE.block_bytes
 PARTS = (1000, 1001, 4000, SIZE)
@@ -147,6 +149,24 @@ def test_a_node_that_goes_on_the_way_is_lost(running: StorageNode, peer: Peer, m
 
     maker.then = stop
     assert push(peer, maker) == [BlockStatus.NODE_LOST] * COUNT
+
+
+@pytest.mark.parametrize("fails_at", [-1, len(PARTS) - 1])
+def test_a_stage_takes_what_is_written_whole(
+    running: StorageNode, maker: Maker, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that the node cannot read is copied once more, when all of it is there."""
+    maker.fails_at = fails_at
+    peer = ShmTransport(Identity.new()).connect(endpoint(running))
+    method = peer.method
+    monkeypatch.setattr(peer, "method", lambda region: "" if region is maker.source else method(region))
+    stored = fails_at < 0
+    assert push(peer, maker) == [BlockStatus.STORED if stored else BlockStatus.ABORTED] * COUNT
+    assert maker.asked == [len(PARTS) - 1]
+    status, rows = loaded(peer)
+    assert status == [BlockStatus.LOADED if stored else BlockStatus.MISSING] * COUNT
+    assert not stored or (rows == maker.image).all()
+    peer.close()
 
 
 # ---------------------------------------------------------------- frames by hand
