@@ -187,7 +187,7 @@ def test_what_the_pool_says_of_it_is_its_outcome(engine: Engine, client: Scripte
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_closing_ends_a_store_whose_step_never_ends(client: ScriptedClient, begun: bool) -> None:
-    engine = Engine(client, LAYERS, layered_stores=True)
+    engine = Engine(client, LAYERS, layered_stores=True, load_deadline_ms=60_000)
     engine.side.start(store(1, names(2), [1, 2]))
     if begun:
         engine.side.layer_written(0)
