@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.master import messages as m
 from kvstrata.master.candidates import RAMP_MIN, Candidate, Candidates
@@ -82,6 +82,17 @@ class Following(RuleBasedStateMachine):
         self.world = World()
         self.sessions: dict[str, int] = {}
         self.incarnation = 0
+
+    @initialize(limit=st.none() | st.integers(300, 2000))
+    def begin(self, limit: int | None) -> None:
+        """Two nodes that are here, and a tenant whose shares, if it has a limit, are in force."""
+        for name in NAMES[:2]:
+            self.attach(name, 0, True)
+        self.limit(SALT, limit)
+        for _ in range(3):
+            self.report("a", 1 << 30, 0)
+            self.report("b", 1 << 29, 0)
+            self.wait(0.5, set())
 
     @rule(name=st.sampled_from(NAMES), host=st.integers(0, 1), up=st.booleans())
     def attach(self, name: str, host: int, up: bool) -> None:
@@ -169,7 +180,25 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestFollowing.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+
+
+def test_who_joins_weighs_more_from_second_to_second_until_it_has_joined() -> None:
+    world = World()
+    world.up(node_id="old")
+    world.wait(20, beating=[("old", 1)])
+    world.up(node_id="new")
+    for seconds, ramps in ((2, [22 / 30, 2 / 30]), (10, [1.0, 12 / 30]), (15, [1.0, 27 / 30]), (4, [1.0, 1.0])):
+        for node in world.state.nodes:  # their streams speak too
+            assert node.pulse is not None
+            node.pulse.spoke(world.now)
+        for _ in range(seconds):
+            world.wait(1, beating=[("old", 1), ("new", 1)])
+            for node in world.state.nodes:
+                assert node.pulse is not None
+                node.pulse.spoke(world.now)
+        candidates = world.state.membership.takers.candidates(world.now)
+        assert [candidates.ramp_of(position) for position in range(2)] == pytest.approx(ramps)
 
 
 def test_a_call_costs_no_work_a_node_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
