@@ -99,8 +99,14 @@ class Handlers:
 
     def store(self, hashes: bytes, count: int) -> None:
         number = pb.ReserveOk.FromString(self.call(Kind.RESERVE, self.reserve(hashes))).reservation
-        granted = len(self.state.reservations.find(b"s" * 16, number).blocks)  # type: ignore[union-attr]
-        self.call(Kind.COMMIT, commit(number, granted))
+        self.call(Kind.COMMIT, commit(number, self.written(number)))
+
+    def written(self, number: int) -> int:
+        """As if a reservation's bytes had come; how many blocks it has."""
+        reservation = self.state.reservations.find(b"s" * 16, number)
+        assert reservation is not None
+        reservation.arrived = BLOCK_BYTES
+        return len(reservation.blocks)
 
 
 def commit(number: int, count: int) -> bytes:
@@ -135,6 +141,8 @@ def one_round(count: int, numbers: Iterator[int]) -> dict[str, float]:
         return [pb.ReserveOk.FromString(answer).reservation for answer in answers]
 
     granted = reservations(run("reserve", Kind.RESERVE, [node.reserve(hashes) for hashes in chains]))
+    for number in granted:
+        node.written(number)
     run("commit", Kind.COMMIT, [commit(number, count) for number in granted])
     leases = run("acquire", Kind.ACQUIRE, [node.acquire(hashes) for hashes in chains])
     numbers_of = [pb.AcquireOk.FromString(answer).lease for answer in leases]

@@ -47,11 +47,11 @@ def idle(dram: str, rails: str, transport: str, seconds: float) -> Idle:
             reached = ours.recv()
             time.sleep(SETTLE_S)
             watched = [psutil.Process(running.node_pid), psutil.Process(client.pid)]
-            before, began = [_cpu_s(process) for process in watched], time.monotonic()
+            before, began = [cpu_s(process) for process in watched], time.monotonic()
             time.sleep(seconds)
             took_s = time.monotonic() - began
             node, engine = (
-                round(100 * (_cpu_s(process) - spent) / took_s, 2)
+                round(100 * (cpu_s(process) - spent) / took_s, 2)
                 for process, spent in zip(watched, before, strict=True)
             )
             return Idle(rails, reached, round(took_s, 1), node, engine)
@@ -62,7 +62,8 @@ def idle(dram: str, rails: str, transport: str, seconds: float) -> Idle:
                 client.kill()
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """Of a process and its children, in seconds."""
     return float(sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)]))
 
 

@@ -43,6 +43,7 @@ class Agent:
 
     def __init__(self, name: str, kind: str, memory: Memory) -> None:
         os.environ.setdefault("UCX_TLS", UCX_TLS[kind])
+        os.environ.setdefault("UCX_MODULES", "^efa")
         self.nixl: Any = importlib.import_module(f"{nixl_bindings()}._bindings")
         config = self.nixl.nixlAgentConfig()
         config.useProgThread = config.useListenThread = False

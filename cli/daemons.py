@@ -198,7 +198,9 @@ def storage(
         typer.Option(help="RDMA devices to use, as mlx5_0,mlx5_1:1; all that are up if empty.", show_default=False),
     ] = "",
     name: Annotated[str | None, typer.Option(help="Node id; kept in the data directory from then on.")] = None,
-    hugepages: Annotated[bool, typer.Option(help="Back blocks with huge pages.")] = False,
+    hugepages: Annotated[
+        bool, typer.Option(help="Back blocks with huge pages: reserved ones, else transparent ones.")
+    ] = False,
     slab: Annotated[
         int | None,
         size_flag(help="Bytes of one slab; by default an eighth of --dram."),

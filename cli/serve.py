@@ -107,6 +107,12 @@ def serve(
             rich_help_panel=_POOL,
         ),
     ] = LoadChoice.never,
+    layered_stores: Annotated[
+        bool,
+        typer.Option(
+            "--layered-stores", help="Store beside the step, layer by layer as they are written.", rich_help_panel=_POOL
+        ),
+    ] = False,
     load_deadline_ms: Annotated[
         int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
     ] = 5_000,
@@ -167,6 +173,7 @@ def serve(
                 masters=pool or "",
                 load_policy=load_policy.value,
                 layered_loads=layered_loads.value,
+                layered_stores=layered_stores,
                 load_deadline_ms=load_deadline_ms,
                 store=store,
             ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,6 @@ import numpy.typing as npt
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import SALT_CHARACTERS_MAX, check_salt, pack_hashes
-from kvstrata.transfer.base import Mask
 from kvstrata.transfer.regions import BlockView
 
 #: n hashes, packed in one bytes-like of n * hash_bytes, as u8[n, hash_bytes], or one bytes each.
@@ -76,12 +76,15 @@ def check_blocks(namespace: PoolNamespace, packed: bytes, blocks: BlockView, *, 
 
 
 def checked_parts(
-    namespace: PoolNamespace, parts: Sequence[int], landed: Callable[[int, Mask], None] | None
+    namespace: PoolNamespace, parts: Sequence[int], other: object, name: Literal["landed", "written"]
 ) -> tuple[int, ...]:
-    """Ends of byte ranges, whose landing is told. Raises :class:`InvalidArgument` for what is no partition."""
+    """Ends of byte ranges, given with the argument called ``name``. Raises :class:`InvalidArgument` for what is no
+    partition."""
     ends = tuple(int(end) for end in parts)
-    if bool(ends) != (landed is not None):
-        raise InvalidArgument("parts and landed go together: give the ends of byte ranges and who is to hear of them")
+    if bool(ends) != (other is not None):
+        raise InvalidArgument(
+            f"parts and {name} go together: give the ends of byte ranges and what {name} says of them"
+        )
     if ends and (ends[-1] != namespace.block_bytes or any(b <= a for a, b in pairwise((0, *ends)))):
         raise InvalidArgument(
             f"parts are {list(ends)}: expected ascending ends of byte ranges up to {namespace.block_bytes}"

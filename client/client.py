@@ -292,7 +292,7 @@ class Client:
         packed = checked_hashes(namespace, cache_salt, hashes)
         count = check_blocks(namespace, packed, blocks, into=True)
         blocks = self._memory.ordered(blocks)
-        ends = checked_parts(namespace, parts, landed) if len(parts) or landed is not None else ()
+        ends = checked_parts(namespace, parts, landed, "landed") if len(parts) or landed is not None else ()
         ranges = LandedRanges(count, ends, landed) if landed is not None else None
         return self._load(namespace, cache_salt, packed, blocks, started, ranges)
 
@@ -406,14 +406,26 @@ class Client:
         blocks: BlockView,
         parent: bytes | None = None,
         first_index: int = 0,
+        *,
+        parts: Sequence[int] = (),
+        written: Callable[[int, float], bool] | None = None,
     ) -> StoreResult:
         """Offer row i of ``blocks`` as block i; blocks the pool has already are marked as used.
 
         ``parent``: the hash before the first block in its chain, ``first_index``: the first block's index
         there. ``blocks`` may be reused when it returns, but what is PENDING. Bounded by ``transfer_deadline_ms``.
+
+        ``parts``, as of :meth:`load`: for blocks that are still being written, range after range. ``written(k,
+        deadline)`` returns True when range k of every block is in memory, and False when it will not be by
+        ``deadline`` (monotonic seconds), or the call is to be given up: then nothing is stored, and blocks are
+        ABORTED. It may wait; it is asked by any threads, and may be asked again. For host memory.
         """
         started = self._check_usable()
         offered = self._offered(namespace, cache_salt, hashes, blocks, parent, first_index, started)
+        if len(parts) or written is not None:
+            if not blocks.region.memory.on_host:
+                raise InvalidArgument("parts are for host memory: store blocks of a device when they are written")
+            offered.parts, offered.written = checked_parts(namespace, parts, written, "written"), written
         return self._store(offered, started)
 
     def store_async(

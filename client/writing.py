@@ -4,7 +4,7 @@ lost did not take is placed once more."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -52,7 +52,7 @@ _ELSEWHERE[[_REFUSED, _NODE_LOST]] = True
 @dataclass(slots=True)
 class Offered:
     """One write call. ``parent``: the hash before the first; ``first_index``: the first's place in its chain.
-    ``pending``: what was given up and may still read."""
+    ``parts``, ``written``: as of :class:`Push`. ``pending``: what was given up and may still read."""
 
     namespace: PoolNamespace
     salt: str
@@ -62,6 +62,8 @@ class Offered:
     parent: bytes
     first_index: int
     limit: int
+    parts: tuple[int, ...] = ()
+    written: Callable[[int, float], bool] | None = None
     pending: list[Landing] = field(default_factory=list)
 
 
@@ -252,6 +254,8 @@ class Writer:
             parent=offered.hashes[(first - 1) * width : first * width] if first else offered.parent,
             first_index=offered.first_index + first,
             epoch=offered.namespace.epoch,
+            parts=offered.parts,
+            written=offered.written,
         )
         try:
             pushed = moving.push(peer, push, self._counters)

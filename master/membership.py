@@ -8,8 +8,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from kvstrata.master import messages as m
 from kvstrata.master.attachment import Attachment
+from kvstrata.master.candidates import slot_mask
 from kvstrata.master.content.chronicle import Chronicle
 from kvstrata.master.content.tombstones import Tombstones
 from kvstrata.master.directory.directory import Directory
@@ -17,6 +20,7 @@ from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.namespaces import Namespaces
 from kvstrata.master.nodes import Node, Nodes
+from kvstrata.master.takers import Takers
 from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.master.traffic import weights_of
 from kvstrata.proto.status import Tier
@@ -44,8 +48,11 @@ class Membership:
         standing: Standing,
     ) -> None:
         self.nodes = Nodes()
-        #: Facts of the nodes that may be routed to, by directory slot. Replaced whole, never changed.
+        #: Those that take new blocks.
+        self.takers = Takers(self.nodes)
+        #: Facts of the nodes that may be routed to, by directory slot, and the slots. Replaced whole, never changed.
         self.slot_facts: dict[int, m.NodeFacts] = {}
+        self.routable = slot_mask(())
         #: Called when a node has attached and been told what every node is told first.
         self.attached: Callable[[Node], None] = lambda node: None
         #: Called when the nodes that may be routed to may have changed.
@@ -218,13 +225,19 @@ class Membership:
         self._chronicle.note(now, f"offline: {reason}", node.node_id)
         self._enter(node, NodeState.OFFLINE, reason)
 
+    def leaves(self, node: Node, *, draining: bool | None = None, stopping: bool | None = None) -> None:
+        """Whether an operator wants a node empty, and whether it has said that it will stop; None: as before."""
+        node.draining = node.draining if draining is None else draining
+        node.stopping = node.stopping if stopping is None else stopping
+        self.takers.moved()
+
     # ------------------------------------------------------------------ life
 
     def status(self, event: m.StatusReport, now: float) -> None:
         node = self.speaker(event.session, now)
         if node is not None:
             self._standing.told(event.usage.leader_epoch)
-            node.usage, node.placed_bytes = event.usage, 0
+            node.reported(event.usage)
             node.traffic.reported(event.usage.bytes_out, now)
             self.quotas.reported(node.node_id, event.session, event.usage, now)
             self._judge(node, now)
@@ -275,6 +288,8 @@ class Membership:
     def _reroute(self) -> None:
         active = self.active()
         self.slot_facts = {slot: node.attachment.facts for slot, node in active.items() if node.attachment is not None}
+        self.routable = slot_mask(self.slot_facts)
+        self.takers.moved()
         self._directory.route({slot: facts.boot_id for slot, facts in self.slot_facts.items()})
         self.rerouted()
 
@@ -287,3 +302,5 @@ class Membership:
         owned = [slot for node in self.nodes if node.attachment is not None for slot in node.attachment.slots]
         assert len(owned) == len(set(owned)), f"a slot with two owners: {sorted(owned)}"
         assert self.slot_facts == {slot: n.attachment.facts for slot, n in self.active().items() if n.attachment}
+        assert np.flatnonzero(self.routable).tolist() == sorted(self.slot_facts)
+        self.takers.check()

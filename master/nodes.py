@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from kvstrata.master.attachment import Attachment
 from kvstrata.master.liveness import NodeState, Pulse
 from kvstrata.master.messages import NodeFacts, NodeUsage, SaveNode
-from kvstrata.master.placement import Candidate, ramp_at
-from kvstrata.master.tenants.tenancy import Room
 from kvstrata.master.traffic import Traffic
 
 
@@ -31,6 +29,7 @@ class Node:
     active_since: float | None = None
     placed_bytes: int = 0  #: sent there since its last report
     traffic: Traffic = field(default_factory=Traffic)
+    touched: set[Node] = field(default_factory=set, repr=False)  #: :attr:`Nodes.touched`
 
     @property
     def serving(self) -> bool:
@@ -55,24 +54,14 @@ class Node:
     def saved(self) -> SaveNode:
         return SaveNode(self.node_id, self.dram_bytes, self.ssd_bytes, self.gone, self.draining)
 
-    def candidate(self, now: float, room: Room | None = None) -> Candidate:
-        """As placement sees it, for a tenant whose share there is ``room``; only for an active node.
+    def sent(self, nbytes: int) -> None:
+        """So much is on its way there; counts until its next report."""
+        self.placed_bytes += nbytes
+        self.touched.add(self)
 
-        What a share does not allow is as good as not there.
-        """
-        assert self.attachment is not None and self.attachment.slot is not None
-        since = now if self.active_since is None else self.active_since
-        reported = self.dram_bytes if self.usage is None else self.usage.dram_bytes_free
-        free, capacity = max(0, reported - self.placed_bytes), self.dram_bytes
-        if room is not None:
-            free, capacity = min(free, room.free), min(capacity, room.share)
-        return Candidate(
-            slot=self.attachment.slot,
-            boot_id=self.attachment.facts.boot_id,
-            free=free,
-            capacity=capacity,
-            ramp=ramp_at(now - since),
-        )
+    def reported(self, usage: NodeUsage) -> None:
+        self.usage, self.placed_bytes = usage, 0
+        self.touched.add(self)
 
 
 class Nodes:
@@ -81,6 +70,8 @@ class Nodes:
     def __init__(self) -> None:
         self._by_id: dict[str, Node] = {}
         self._by_session: dict[int, Node] = {}
+        #: Nodes with other amounts than before, for who follows them to clear.
+        self.touched: set[Node] = set()
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._by_id.values())
@@ -89,13 +80,14 @@ class Nodes:
         return len(self._by_id)
 
     def restore(self, saved: SaveNode) -> None:
-        node = Node(saved.node_id, saved.dram_bytes, saved.ssd_bytes, saved.gone, saved.draining)
+        node = Node(saved.node_id, saved.dram_bytes, saved.ssd_bytes, saved.gone, saved.draining, touched=self.touched)
         self._by_id[saved.node_id] = node
 
     def remove(self, node: Node) -> None:
         """Forget a node that is not attached."""
         assert node.attachment is None, node.node_id
         del self._by_id[node.node_id]
+        self.touched.discard(node)
 
     def get(self, node_id: str) -> Node | None:
         return self._by_id.get(node_id)
@@ -103,7 +95,7 @@ class Nodes:
     def get_or_add(self, node_id: str) -> Node:
         node = self._by_id.get(node_id)
         if node is None:
-            node = self._by_id[node_id] = Node(node_id)
+            node = self._by_id[node_id] = Node(node_id, touched=self.touched)
         return node
 
     def of_session(self, session: int) -> Node | None:

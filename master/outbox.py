@@ -14,7 +14,7 @@ OUTBOX_MAX: Final = 20_000
 #: A node that has this much to read yet is spared hints.
 HINTS_BEHIND_MAX: Final = 256
 #: Acknowledgements go out this far apart, the newest for all before it: nobody waits for one, and each costs a message.
-ACK_S: Final = 0.02
+ACK_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)

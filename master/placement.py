@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.master.candidates import Candidates, Positions, SlotMask
 from kvstrata.master.directory.holders import Codes, code_of
 from kvstrata.master.directory.probing import FEW, Keys, Values
 from kvstrata.master.directory.table import Table
@@ -29,12 +30,6 @@ INTENTS_MAX: Final = 1 << 20
 RUN_BLOCKS: Final = 64
 #: ... but not of very many, as one of them may be slow.
 STRIPE_NODES_MAX: Final = 8
-#: A node on the writer's host has headroom with this share free, or when no node is emptier by more.
-HEADROOM: Final = 0.05
-#: What a full node weighs beside its capacity: it evicts, so it takes new blocks too.
-FULL_WEIGHT: Final = 0.02
-RAMP_S: Final = 30.0
-RAMP_MIN: Final = 0.05
 #: An intent is a node (15 bits), the writer's tag (9) and a time in half seconds (8): it is looked at for two minutes
 #: at most, in which the time does not wrap.
 _TICKS_A_SECOND: Final = 2
@@ -49,25 +44,6 @@ _PRESENT, _NEW, _IN_FLIGHT, _NOWHERE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An active node: ``free`` and ``capacity`` in bytes, ``ramp`` 0..1 is its share while it joins."""
-
-    slot: int
-    boot_id: str
-    free: int
-    capacity: int
-    ramp: float = 1.0
-
-    @property
-    def free_share(self) -> float:
-        return self.free / self.capacity if self.capacity else 0.0
-
-    @property
-    def weight(self) -> float:
-        return self.ramp * (self.free + FULL_WEIGHT * self.capacity + 1)
-
-
-@dataclass(frozen=True, slots=True)
 class Placed:
     """``codes`` u16[n] (1 + 4 * slot; 0 nowhere) and ``states`` u8[n] (:class:`PlaceState`)."""
 
@@ -79,19 +55,13 @@ class Placed:
         if len(self.codes) <= FEW:
             pairs = zip(self.codes.tolist(), self.states.tolist(), strict=True)
             return Counter(code for code, state in pairs if state == _NEW)
-        codes, blocks = np.unique(self.codes[self.states == PlaceState.NEW], return_counts=True)
-        return dict(zip(codes.tolist(), blocks.tolist(), strict=True))
+        return Counter(self.codes[self.states == _NEW].tolist())
 
 
 def writer_tag(session: bytes) -> int:
     """A writer's mark on its intents, 1 to 511, from its session. Two that share one are told to store the same block:
     the node tells the second."""
     return 1 + zlib.crc32(session) % _WRITER_MASK
-
-
-def ramp_at(age_s: float) -> float:
-    """The share of a node that became active ``age_s`` ago."""
-    return min(1.0, max(RAMP_MIN, age_s / RAMP_S))
 
 
 class Placement:
@@ -108,7 +78,7 @@ class Placement:
         keys: Keys,
         scope: Keys,
         present: Codes,
-        candidates: Sequence[Candidate],
+        candidates: Candidates,
         boot_id: str,
         now: float,
         writer: int = 0,
@@ -127,12 +97,17 @@ class Placement:
         absent = np.flatnonzero(present == 0)
         if not absent.size:
             return Placed(codes, states)
-        if not candidates:
+        if not len(candidates):
             states[absent] = PlaceState.NOWHERE
             return Placed(codes, states)
         self._rotate(now)
         scoped = keys[absent] ^ scope
-        intended, writers = self._intended(scoped, {candidate.slot for candidate in candidates}, now)
+        noted = self._noted(scoped, now)
+        if not noted.any():
+            codes[absent] = self._choose(absent, candidates, boot_id)
+            self._intents.add(scoped, _intents_of(codes[absent], now, writer))
+            return Placed(codes, states)
+        intended, writers = _read(noted, candidates.mask, now)
         codes[absent] = intended
         others = (intended != 0) & ((writers != writer) | (writer == 0))
         states[absent[others]] = PlaceState.IN_FLIGHT
@@ -140,7 +115,7 @@ class Placement:
         new = absent[fresh]
         if new.size:
             codes[new] = self._choose(new, candidates, boot_id)
-            self._remember(scoped[fresh], codes[new], now, writer)
+            self._intents.put(scoped[fresh], _intents_of(codes[new], now, writer))
         return Placed(codes, states)
 
     def _place_few(
@@ -148,7 +123,7 @@ class Placement:
         keys: Keys,
         scope: Keys,
         present: Codes,
-        candidates: Sequence[Candidate],
+        candidates: Candidates,
         boot_id: str,
         now: float,
         writer: int,
@@ -157,19 +132,18 @@ class Placement:
         codes = [(code - 1) // 4 * 4 + 1 if code else 0 for code in present.tolist()]
         states = [_PRESENT if code else _NOWHERE for code in codes]
         absent = [at for at, code in enumerate(codes) if not code]
-        if absent and candidates:
+        if absent and len(candidates):
             self._rotate(now)
             scoped = (keys ^ scope).tolist()
-            slots = {candidate.slot for candidate in candidates}
             fresh = []
             for at in absent:
                 low, high = scoped[at]
-                codes[at], whose = self._intent(low, high, slots, now)
+                codes[at], whose = self._intent(low, high, candidates.mask, now)
                 if not codes[at]:
                     fresh.append(at)
                 states[at] = _IN_FLIGHT if codes[at] and (whose != writer or not writer) else _NEW
             if fresh:
-                slot = self._choose_one(candidates, boot_id).slot
+                slot = self._choose_one(candidates, boot_id)
                 intent = slot + 1 << _SLOT_SHIFT | writer << _TICK_BITS | _tick(now)
                 code, placed = 1 + code_of(slot, 0), {}
                 for at in fresh:
@@ -180,79 +154,73 @@ class Placement:
 
     # ------------------------------------------------------------------ choice
 
-    def _choose_one(self, candidates: Sequence[Candidate], boot_id: str) -> Candidate:
-        """A node for one run."""
-        if len(candidates) == 1:
-            return candidates[0]
-        return self._stripe(candidates, _with_headroom(candidates, boot_id), 1)[0]
+    def _choose_one(self, candidates: Candidates, boot_id: str) -> int:
+        """The slot of a node for one run."""
+        return candidates.slot(self._stripe(candidates, boot_id, 1)[0])
 
-    def _choose(self, positions: npt.NDArray[np.int64], candidates: Sequence[Candidate], boot_id: str) -> Codes:
+    def _choose(self, positions: npt.NDArray[np.int64], candidates: Candidates, boot_id: str) -> Codes:
         """A node for each run of ``RUN_BLOCKS`` positions of the call."""
-        if len(candidates) == 1:
-            return np.full(len(positions), 1 + code_of(candidates[0].slot, 0), dtype=np.uint16)
         runs = positions // RUN_BLOCKS
         first, last = int(runs[0]), int(runs[-1])
-        stripe = self._stripe(candidates, _with_headroom(candidates, boot_id), last - first + 1)
-        chosen = [1 + code_of(candidate.slot, 0) for candidate in _in_turns(stripe, last - first + 1)]
-        return np.array(chosen, dtype=np.uint16)[runs - first]
+        stripe = self._stripe(candidates, boot_id, last - first + 1)
+        codes = [1 + code_of(candidates.slot(position), 0) for position in stripe]
+        if len(codes) == 1:
+            return np.full(len(positions), codes[0], dtype=np.uint16)
+        turns = _in_turns(candidates.weights()[stripe].tolist(), last - first + 1)
+        return np.array(codes, dtype=np.uint16)[turns][runs - first]
 
-    def _stripe(self, candidates: Sequence[Candidate], local: Sequence[Candidate], runs: int) -> list[Candidate]:
-        """The nodes that the runs of one call go to: those of the writer's host if it has headroom."""
-        pool = candidates
-        if local:
-            settled = max(candidate.ramp for candidate in candidates)
-            here = max(candidate.ramp for candidate in local)
-            pool = local if self._rng.random() * settled < here else candidates
-        stripe: list[Candidate] = []
-        while len(stripe) < min(runs, STRIPE_NODES_MAX, len(pool)):
-            stripe.append(self._two_choices([candidate for candidate in pool if candidate not in stripe]))
+    def _stripe(self, candidates: Candidates, boot_id: str, runs: int) -> list[int]:
+        """Positions of the nodes that the runs of one call go to: those of the writer's host if it has headroom."""
+        pool = candidates.positions()
+        if len(pool) == 1:
+            return [int(pool[0])]
+        near = candidates.near(boot_id)
+        if near:
+            here = max(map(candidates.ramp_of, near))
+            if self._rng.random() * candidates.highest_ramp() < here:
+                pool = np.array(near)
+        stripe = [self._two_choices(candidates, pool)]
+        for _ in range(1, min(runs, STRIPE_NODES_MAX, len(pool))):
+            pool = pool[pool != stripe[-1]]
+            stripe.append(self._two_choices(candidates, pool))
         return stripe
 
-    def _two_choices(self, candidates: Sequence[Candidate]) -> Candidate:
-        if len(candidates) == 1:
-            return candidates[0]
-        one, other = self._rng.choices(candidates, weights=[candidate.weight for candidate in candidates], k=2)
-        return one if one.free_share * one.ramp >= other.free_share * other.ramp else other
+    def _two_choices(self, candidates: Candidates, pool: Positions) -> int:
+        if len(pool) == 1:
+            return int(pool[0])
+        weights = candidates.weights()
+        below = np.cumsum(weights if len(pool) == len(weights) else weights[pool])
+        drawn = [self._rng.random() * float(below[-1]) for _ in range(2)]
+        one, other = map(int, pool[np.searchsorted(below[:-1], drawn, side="right")])
+        worth = [candidates.free_share(position) * candidates.ramp_of(position) for position in (one, other)]
+        return one if worth[0] >= worth[1] else other
 
     # ------------------------------------------------------------------ intents
 
-    def _intended(self, scoped: Keys, slots: set[int], now: float) -> tuple[Codes, Values]:
-        """Location codes of fresh intents for nodes in ``slots``, u16[n], 0 where there is none; and whose they are."""
+    def _noted(self, scoped: Keys, now: float) -> Values:
+        """Intents, fresh and lapsed, 0 where there is none: u32[n]."""
         if now - self._rotated_at >= 2 * INTENT_S:
-            return np.zeros(len(scoped), dtype=np.uint16), np.zeros(len(scoped), dtype=np.uint32)
+            return np.zeros(len(scoped), dtype=np.uint32)
         values = self._intents.find(scoped)
         if self._older.live:
             values = np.where(values != 0, values, self._older.find(scoped)).astype(np.uint32)
-        writers: Values = (values >> np.uint32(_TICK_BITS)) & np.uint32(_WRITER_MASK)
-        if not values.any():
-            return np.zeros(len(scoped), dtype=np.uint16), writers
-        age = (_tick(now) - (values & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
-        slot = (values >> np.uint32(_SLOT_SHIFT)).astype(np.int64) - 1
-        usable = (values != 0) & (age < INTENT_S * _TICKS_A_SECOND)
-        usable &= np.isin(slot, np.fromiter(slots, dtype=np.int64))
-        return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
+        return values
 
-    def _intent(self, low: int, high: int, slots: set[int], now: float) -> tuple[int, int]:
-        """As :meth:`_intended`, for one block."""
+    def _intent(self, low: int, high: int, slots: SlotMask, now: float) -> tuple[int, int]:
+        """As :meth:`_noted` and :func:`_read`, for one block."""
         if now - self._rotated_at >= 2 * INTENT_S:
             return 0, 0
         value = self._intents.value(low, high) or (self._older.value(low, high) if self._older.live else 0)
         slot, age = (value >> _SLOT_SHIFT) - 1, _tick(now) - value & _TICK_MASK
-        usable = value and age < INTENT_S * _TICKS_A_SECOND and slot in slots
+        usable = value and age < INTENT_S * _TICKS_A_SECOND and slots.item(min(slot, len(slots) - 1))
         return 1 + code_of(slot, 0) if usable else 0, value >> _TICK_BITS & _WRITER_MASK
 
-    def in_flight(self, keys: Keys, scope: Keys, slots: set[int], now: float) -> npt.NDArray[np.bool_]:
+    def in_flight(self, keys: Keys, scope: Keys, slots: SlotMask, now: float) -> npt.NDArray[np.bool_]:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
         if not self._intents.live and not self._older.live:
             return np.zeros(len(keys), dtype=np.bool_)
-        standing: npt.NDArray[np.bool_] = self._intended(keys ^ scope, slots, now)[0] != 0
+        standing: npt.NDArray[np.bool_] = _read(self._noted(keys ^ scope, now), slots, now)[0] != 0
         return standing
-
-    def _remember(self, scoped: Keys, codes: Codes, now: float, writer: int) -> None:
-        slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
-        mark = np.uint32(writer << _TICK_BITS | _tick(now))
-        values: Values = ((slots + np.uint32(1)) << np.uint32(_SLOT_SHIFT)) | mark
-        self._intents.put(scoped, values)
 
     def _rotate(self, now: float) -> None:
         if now - self._rotated_at >= INTENT_S or self._intents.live >= INTENTS_MAX:
@@ -277,31 +245,34 @@ class Placement:
         self._older.check()
 
 
-def _with_headroom(candidates: Sequence[Candidate], boot_id: str) -> list[Candidate]:
-    emptiest = max(candidate.free_share for candidate in candidates)
-    return [
-        candidate
-        for candidate in candidates
-        if boot_id
-        and candidate.boot_id == boot_id
-        and (candidate.free_share >= HEADROOM or candidate.free_share >= emptiest - HEADROOM)
-    ]
-
-
-def _in_turns(stripe: Sequence[Candidate], runs: int) -> list[Candidate]:
-    """``runs`` choices from ``stripe``, evenly spread, each node by its weight (smooth weighted round robin)."""
-    if len(stripe) == 1:
-        return [stripe[0]] * runs
-    weights = [candidate.weight for candidate in stripe]
+def _in_turns(weights: Sequence[float], runs: int) -> list[int]:
+    """``runs`` indexes into ``weights``, evenly spread, each by its weight (smooth weighted round robin)."""
     total = sum(weights)
-    credit = [0.0] * len(stripe)
+    credit = [0.0] * len(weights)
     turns = []
     for _ in range(runs):
         credit = [have + weight for have, weight in zip(credit, weights, strict=True)]
         best = credit.index(max(credit))
         credit[best] -= total
-        turns.append(stripe[best])
+        turns.append(best)
     return turns
+
+
+def _read(intents: Values, slots: SlotMask, now: float) -> tuple[Codes, Values]:
+    """Location codes of those that are fresh and for nodes in ``slots``, u16[n], else 0; and whose they are."""
+    writers: Values = (intents >> np.uint32(_TICK_BITS)) & np.uint32(_WRITER_MASK)
+    age = (_tick(now) - (intents & np.uint32(_TICK_MASK)).astype(np.int64)) & _TICK_MASK
+    slot = (intents >> np.uint32(_SLOT_SHIFT)).astype(np.int64) - 1
+    usable = (intents != 0) & (age < INTENT_S * _TICKS_A_SECOND)
+    usable &= slots.take(slot, mode="clip")
+    return np.where(usable, 1 + 4 * slot, 0).astype(np.uint16), writers
+
+
+def _intents_of(codes: Codes, now: float, writer: int) -> Values:
+    """What to note of blocks that go there: u32[n]."""
+    slots: Values = (codes.astype(np.uint32) - np.uint32(1)) >> np.uint32(2)
+    noted: Values = ((slots + np.uint32(1)) << np.uint32(_SLOT_SHIFT)) | np.uint32(writer << _TICK_BITS | _tick(now))
+    return noted
 
 
 def _tick(now: float) -> int:

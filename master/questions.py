@@ -30,6 +30,7 @@ from kvstrata.master.namespaces import Namespaces, Opened
 from kvstrata.master.naming import Naming
 from kvstrata.master.placement import Placed, Placement
 from kvstrata.master.replication.replication import Replication
+from kvstrata.master.takers import limited
 from kvstrata.proto.errors import FingerprintMismatch
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
@@ -137,21 +138,17 @@ class Questions:
             )
         shunned = self._membership.slots_of(avoid)
         present = self._directory.codes(TableKey(group, namespace.shard, salt), keys, boot_id, shunned)
-        active = self._membership.active()
+        quotas, takers = self._membership.quotas, self._membership.takers
         if self._standing.leading:
-            self._membership.quotas.seen(salt, namespace.block_bytes, now)
-        rooms = self._membership.quotas.rooms(salt)
-        candidates = [node.candidate(now, rooms.get(node.node_id)) for node in active.values() if not node.leaving]
-        if any(candidate.capacity for candidate in candidates):
-            candidates = [candidate for candidate in candidates if candidate.capacity]
-        if shunned and any(candidate.slot not in shunned for candidate in candidates):
-            candidates = [candidate for candidate in candidates if candidate.slot not in shunned]
+            quotas.seen(salt, namespace.block_bytes, now)
+        everybody = takers.candidates(now)
+        candidates = limited(everybody, quotas.rooms_along(salt, takers.node_ids), shunned)
         scope = self._naming.scope(TableKey(group, namespace.shard, salt))
         placed = self._placement.place(keys, scope, present, candidates, boot_id, now, writer)
         for code, count in placed.new_blocks().items():
-            node, nbytes = active[(code - 1) >> 2], count * namespace.block_bytes
-            node.placed_bytes += nbytes
-            self._membership.quotas.placed(salt, node.node_id, nbytes)
+            node, nbytes = takers.node((code - 1) >> 2), count * namespace.block_bytes
+            node.sent(nbytes)
+            quotas.placed(salt, node.node_id, nbytes)
         return placed
 
     # ------------------------------------------------------------------ what is on its way, and what did not come
@@ -161,7 +158,7 @@ class Questions:
         return bool(self._coming(table, key, now)[0])
 
     def _coming(self, table: TableKey, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
-        return self._placement.in_flight(keys, self._naming.scope(table), set(self._membership.slot_facts), now)
+        return self._placement.in_flight(keys, self._naming.scope(table), self._membership.routable, now)
 
     def miss(self, event: m.MissReport, now: float) -> None:
         """A client did not get, or could not store, what it was told of."""

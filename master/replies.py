@@ -27,8 +27,7 @@ def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]
         run_code, run_length, _, refs = _packed(runs, nodes)
     else:
         starts, lengths = runs_of(found.codes)
-        codes, refs = renumbered(found.codes[starts], nodes)
-        run_code, run_length = codes.tobytes(), lengths.astype("<u4").tobytes()
+        run_code, run_length, _, refs = _encoded(found.codes[starts], None, lengths, nodes)
     return pb.LookupOk(
         not_yet=answer.not_yet,
         hit_blocks=found.hit_blocks,
@@ -49,13 +48,19 @@ def place_ok(placed: Placed, nodes: Mapping[int, NodeFacts]) -> pb.PlaceOk:
         run_code, run_length, run_state, refs = _packed(runs, nodes)
         return pb.PlaceOk(run_code=run_code, run_state=run_state, run_length=run_length, nodes=refs)
     starts, lengths = runs_of(placed.codes.astype(np.uint32) << np.uint32(8) | placed.states)
-    codes, refs = renumbered(placed.codes[starts], nodes)
-    return pb.PlaceOk(
-        run_code=codes.tobytes(),
-        run_state=placed.states[starts].tobytes(),
-        run_length=lengths.astype("<u4").tobytes(),
-        nodes=refs,
-    )
+    run_code, run_length, run_state, refs = _encoded(placed.codes[starts], placed.states[starts], lengths, nodes)
+    return pb.PlaceOk(run_code=run_code, run_state=run_state, run_length=run_length, nodes=refs)
+
+
+def _encoded(
+    codes: Codes, states: npt.NDArray[np.uint8] | None, lengths: Runs, nodes: Mapping[int, NodeFacts]
+) -> tuple[bytes, bytes, bytes, list[pb.NodeRef]]:
+    """As :func:`_packed`, however many runs there are; ``states`` None: none are asked for."""
+    if len(codes) <= FEW:
+        of_runs = [0] * len(codes) if states is None else states.tolist()
+        return _packed(list(zip(codes.tolist(), of_runs, lengths.tolist(), strict=True)), nodes)
+    named, refs = renumbered(codes, nodes)
+    return named.tobytes(), lengths.astype("<u4").tobytes(), b"" if states is None else states.tobytes(), refs
 
 
 def _packed(
@@ -73,8 +78,9 @@ def runs_of(values: npt.NDArray[np.unsignedinteger]) -> tuple[Runs, Runs]:
     """(first positions, lengths) of the runs of equal values."""
     if not values.size:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    starts = np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1))
-    return starts, np.diff(starts, append=len(values))
+    ends = np.concatenate((np.flatnonzero(values[1:] != values[:-1]) + 1, [len(values)]))
+    starts = np.concatenate(([0], ends[:-1]))
+    return starts, ends - starts
 
 
 def renumbered(codes: Codes, nodes: Mapping[int, NodeFacts]) -> tuple[Codes, list[pb.NodeRef]]:

@@ -470,30 +470,40 @@ class ReserveOk(_message.Message):
     def __init__(self, status: _Optional[bytes] = ..., reservation: _Optional[int] = ..., delta_seq: _Optional[int] = ..., durable: _Optional[bytes] = ...) -> None: ...
 
 class Write(_message.Message):
-    __slots__ = ("reservation", "checksums", "trace")
+    __slots__ = ("reservation", "checksums", "trace", "at", "nbytes")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     checksums: bytes
     trace: str
-    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
+    at: int
+    nbytes: int
+    def __init__(self, reservation: _Optional[int] = ..., checksums: _Optional[bytes] = ..., trace: _Optional[str] = ..., at: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums", "hash_here")
+    __slots__ = ("reserve", "region", "descriptors", "pieces", "checksums", "hash_here", "reservation", "at", "nbytes")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     HASH_HERE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     region: int
     descriptors: bytes
     pieces: int
     checksums: bytes
     hash_here: bool
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ..., hash_here: bool = ...) -> None: ...
+    reservation: int
+    at: int
+    nbytes: int
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., region: _Optional[int] = ..., descriptors: _Optional[bytes] = ..., pieces: _Optional[int] = ..., checksums: _Optional[bytes] = ..., hash_here: bool = ..., reservation: _Optional[int] = ..., at: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("reservation", "checksums", "mask", "trace")

@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from kvstrata.proto.errors import ConfigError
+from kvstrata.proto.logs import get_logger
 from kvstrata.storage.grid import SlotGrid
+from kvstrata.storage.huge_pages import HUGEPAGE_BYTES, Pages, huge_pages_for, transparent_bytes
 from kvstrata.storage.slab import Slab
+
+log = get_logger(__name__)
 
 G = TypeVar("G", bound=SlotGrid)
 
@@ -24,7 +28,6 @@ SLABS_WANTED: Final = 8
 SLABS_MIN: Final = 2
 #: An explicit slab size may be as small as this (tests, tiny pools).
 SLAB_BYTES_FLOOR: Final = 64 << 10
-HUGEPAGE_BYTES: Final = 2 << 20
 _PAGE: Final = 4096
 
 
@@ -249,12 +252,24 @@ class Arena(Generic[G]):
 def dram_arena(dram_bytes: int, slab_bytes: int | None = None, *, hugepages: bool = False) -> Arena[Slab]:
     """All DRAM of a node, allocated now. Raises :class:`ConfigError` when the memory is not to be had."""
     size = slab_bytes_for(dram_bytes, slab_bytes, hugepages=hugepages)
+    count = dram_bytes // size
+    pages = huge_pages_for(count * size) if hugepages else Pages.SMALL
     slabs: list[Slab] = []
     try:
-        for index in range(dram_bytes // size):
-            slabs.append(Slab(index, size, hugepages=hugepages))
+        for index in range(count):
+            slabs.append(Slab(index, size, pages=pages))
     except BaseException:
         for slab in slabs:
             slab.close()
         raise
+    if pages is not Pages.SMALL:
+        _tell_pages(slabs, pages)
     return Arena(slabs, size)
+
+
+def _tell_pages(slabs: Sequence[Slab], pages: Pages) -> None:
+    """Transparent huge pages are found at the start or, where memory is in fragments, not: the log says how many."""
+    total = sum(slab.nbytes for slab in slabs)
+    huge = transparent_bytes({slab.address for slab in slabs}) if pages is Pages.TRANSPARENT else total
+    tell = log.info if huge >= total else log.warning
+    tell("huge pages", kind=pages.value, mib=huge >> 20, of_mib=total >> 20)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.proto.errors import ConfigError, InvalidArgument
+from kvstrata.storage.arena import slab_bytes_for
 from kvstrata.storage.eviction.setting import EvictionOrder
+from kvstrata.storage.huge_pages import Pages, huge_pages_for
 from kvstrata.storage.ssd.base import SsdStore
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.identity import parse_address
@@ -83,7 +85,7 @@ class StorageConfig:
         if self.copy_bandwidth < 0 or self.drain_on_stop_s < 0:
             raise ConfigError("--copy-bandwidth and --drain-on-stop are 0 or more: 0 turns them off")
         available = memory_available()
-        if not self.hugepages and self.dram_bytes + MEMORY_SPARE_BYTES > available:
+        if not self._on_reserved_pages() and self.dram_bytes + MEMORY_SPARE_BYTES > available:
             raise ConfigError(
                 f"dram of {self.dram_bytes >> 20} MiB is more than the {available >> 20} MiB this machine "
                 "has available: choose a smaller --dram"
@@ -92,6 +94,13 @@ class StorageConfig:
         self._validate_rails()
         self.traces.validated()
         return self
+
+    def _on_reserved_pages(self) -> bool:
+        """Reserved huge pages are no part of what is available. Raises :class:`ConfigError` where asked for in vain."""
+        if not self.hugepages:
+            return False
+        slab = slab_bytes_for(self.dram_bytes, self.slab_bytes, hugepages=True)
+        return huge_pages_for(self.dram_bytes // slab * slab) is Pages.RESERVED
 
     def _validate_rails(self) -> None:
         rails = self.rails

@@ -12,6 +12,8 @@ from kvstrata.storage.grid import SlotGrid
 from kvstrata.storage.slab import Slab, slot_size
 
 if TYPE_CHECKING:
+    import xxhash
+
     from kvstrata.storage.eviction.queues import Keep, Queue
 
 #: States of a block. Plain integers: they are compared once a block on the hottest path.
@@ -157,11 +159,13 @@ class Reservation:
     """The right of one session to fill some slots until ``deadline``.
 
     ``busy`` while a thread of the node moves bytes into the slots: whatever ends the reservation then only
-    dooms it, and the slots are freed when the thread says that it is done. ``digests``: checksums of its blocks, where
-    the node has hashed them for a writer that cannot.
+    dooms it, and the slots are freed when the thread says that it is done. ``arrived``: so many bytes of each block
+    are the writer's; what is behind them is whatever was in the slots before, and not to be published. ``digests``:
+    checksums of its blocks, where the node has hashed them for a writer that cannot. ``hashing``: the same, of what
+    came so far of blocks that come in ranges.
     """
 
-    __slots__ = ("blocks", "busy", "deadline", "digests", "doomed", "id", "session", "shelf")
+    __slots__ = ("arrived", "blocks", "busy", "deadline", "digests", "doomed", "hashing", "id", "session", "shelf")
 
     def __init__(self, number: int, session: bytes, shelf: Shelf, blocks: list[Block], deadline: float) -> None:
         self.id = number
@@ -171,7 +175,9 @@ class Reservation:
         self.deadline = deadline
         self.busy = False
         self.doomed = False
+        self.arrived = 0
         self.digests: list[int] = []
+        self.hashing: list[xxhash.xxh3_64] = []
 
 
 @dataclass(slots=True)

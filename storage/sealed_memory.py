@@ -6,27 +6,20 @@ import contextlib
 import fcntl
 import mmap
 import os
-from typing import Final
 
-#: After this seal nobody can map the memory writable any more; maps made before keep working.
-F_SEAL_FUTURE_WRITE: Final = 0x0010
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+from kvstrata.storage.slab import SEALS
 
 
 class SealedMemory:
-    """``nbytes`` of zeros: ``view`` is the node's own map, ``share_fd`` is what is handed out. Raises :class:`OSError`.
+    """``nbytes`` of zeros, whose pages come as they are first used: ``view`` is the node's own map, ``share_fd`` is what
+    is handed out. Raises :class:`OSError`."""
 
-    ``populate``: all pages are there at once; else they come as they are first used.
-    """
-
-    def __init__(self, name: str, nbytes: int, *, hugepages: bool = False, populate: bool = True) -> None:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if hugepages else 0)
+    def __init__(self, name: str, nbytes: int) -> None:
         self.fd = self.share_fd = -1
         try:
-            self.fd = os.memfd_create(name, flags)
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)
-            map_flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-            self._mapping = mmap.mmap(self.fd, nbytes, flags=map_flags)
+            self._mapping = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self.share_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

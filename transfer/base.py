@@ -87,7 +87,13 @@ class Fetched(msgspec.Struct, frozen=True):
 
 class Push(msgspec.Struct, frozen=True):
     """A write. ``parent`` is the hash before the first (empty at a chain's head), ``first_index`` the
-    first block's position in its chain, ``epoch`` the weight epoch of the writer's namespace handle."""
+    first block's position in its chain, ``epoch`` the weight epoch of the writer's namespace handle.
+
+    ``parts``: ends of byte ranges of a block, as :attr:`Fetch.parts`. ``written(k, deadline)`` waits until range k of
+    every block is in memory, for as long as it likes and no longer than ``deadline`` (monotonic seconds), and is asked
+    in any order, from any threads; nothing of a range is read before. False: it will not be, or not in time, and
+    nothing is stored.
+    """
 
     namespace: Namespace
     salt: str
@@ -97,6 +103,8 @@ class Push(msgspec.Struct, frozen=True):
     parent: bytes = b""
     first_index: int = 0
     epoch: int = 0
+    parts: tuple[int, ...] = ()
+    written: Callable[[int, float], bool] | None = None
 
 
 class Pushed(msgspec.Struct, frozen=True):

@@ -55,6 +55,30 @@ def checksums(blocks: BlockView) -> npt.NDArray[np.uint64]:
     return np.array(found, np.uint64)
 
 
+class RangeChecksums:
+    """Checksums of blocks that come range by range."""
+
+    def __init__(self, count: int) -> None:
+        self._states = [xxhash.xxh3_64() for _ in range(count)]
+
+    def add(self, blocks: BlockView) -> None:
+        """The next range of each block."""
+        data, pieces = memoryview(blocks.region.bytes), range(blocks.pieces)  # type: ignore[arg-type]
+        starts, lengths = blocks.table[:, :, 0].ravel().tolist(), blocks.table[:, :, 1].ravel().tolist()
+        rows = zip(starts, lengths, strict=True)
+        for state in self._states:
+            for _, (start, length) in zip(pieces, rows, strict=False):
+                state.update(data[start : start + length])
+
+    def keep(self, positions: npt.NDArray[np.intp]) -> None:
+        """Only these blocks go on."""
+        self._states = [self._states[position] for position in positions.tolist()]
+
+    def values(self) -> npt.NDArray[np.uint64]:
+        """One checksum a block, u64[n]."""
+        return np.array([state.intdigest() for state in self._states], np.uint64)
+
+
 class Sampler:
     """Which of n blocks a read verifies, under one policy."""
 

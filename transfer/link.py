@@ -94,6 +94,12 @@ class NodeLink:
             frame = self.channel.call(Kind.ACQUIRE, message.SerializeToString(), deadline)
         return expect(pb.AcquireOk, frame, Kind.ACQUIRE_OK), sent
 
+    def abort(self, reservation: int) -> None:
+        """Its writer gives it up. Where that cannot be said, the node ends it at its deadline."""
+        message = pb.Abort(reservation=reservation).SerializeToString()
+        with suppress(Unavailable, Busy):
+            self.channel.call(Kind.ABORT, message, time.monotonic() + UPKEEP_S)
+
     # ------------------------------------------------------------------ blocks by name
 
     def prefetch(self, blocks: Named) -> StatusArray:

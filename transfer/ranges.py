@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstrata.proto.status import BlockStatus
-from kvstrata.transfer.base import Fetch, StatusArray
+from kvstrata.transfer.base import Fetch, Push, StatusArray
 from kvstrata.transfer.regions import BlockView
 
 
@@ -32,6 +32,11 @@ def _range(blocks: BlockView, stops: np.ndarray[tuple[int], np.dtype[np.int64]],
     table[:, 0, 1] -= skipped
     table[:, -1, 1] -= int(stops[last]) - high
     return BlockView(blocks.region, table, high - low)
+
+
+def all_written(request: Push) -> bool:
+    """Wait until the blocks are in memory as they are to be stored: for what goes whole. False as for ``written``."""
+    return request.written is None or request.written(len(request.parts) - 1, request.deadline)
 
 
 def tell_whole(request: Fetch, status: StatusArray) -> None:

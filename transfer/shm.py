@@ -30,7 +30,7 @@ from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.index_reads import IndexReads
 from kvstrata.transfer.link import NodeLink, settle, undecided
 from kvstrata.transfer.pulling import pull
-from kvstrata.transfer.ranges import cut, tell_whole
+from kvstrata.transfer.ranges import all_written, cut, tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.slabs import SlabMap
 from kvstrata.transfer.stage import Stage
@@ -263,6 +263,8 @@ class ShmPeer:
             method = self.method(request.blocks.region)
             if method:
                 self.pull(request, status, durable)
+            elif not all_written(request):
+                status[:] = BlockStatus.ABORTED
             else:
                 self._stage.push(self, request, status, durable)
         except KVError as error:

@@ -24,12 +24,12 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
-from kvstrata.transfer.checksums import block_checksum, checksums, digests
+from kvstrata.transfer.checksums import RangeChecksums, block_checksum, checksums, digests
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.link import NodeLink, settle, undecided
-from kvstrata.transfer.ranges import tell_whole
+from kvstrata.transfer.ranges import cut, tell_whole
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.replies import flags, statuses
 from kvstrata.transfer.tracing import TRACING, SpanKind
@@ -169,6 +169,7 @@ class TcpPeer:
             status,
             request.namespace.block_bytes,
             lambda low, high: self._push_part(request, low, high, status, durable),
+            in_turns=request.written is None,
         )
         moved = int(np.count_nonzero(status == BlockStatus.STORED)) * request.namespace.block_bytes
         return Pushed(status, moved, durable)
@@ -184,7 +185,13 @@ class TcpPeer:
             parent=request.hashes[(low - 1) * width : low * width] if low else request.parent,
             first_index=request.first_index + low,
             epoch=request.epoch,
+            parts=request.parts,
+            written=request.written,
         )
+        ranges = cut(part.blocks, part.parts)
+        if part.written is not None and not part.written(0 if len(ranges) > 1 else len(part.parts) - 1, part.deadline):
+            status[low:high] = BlockStatus.ABORTED
+            return 0
         with TRACING.span("kvstrata.reserve", kind=SpanKind.CLIENT):
             frame = link.channel.call(Kind.RESERVE, link.reserve(part).SerializeToString(), request.deadline)
             reply = expect(pb.ReserveOk, frame, Kind.RESERVE_OK)
@@ -194,23 +201,57 @@ class TcpPeer:
         granted = np.flatnonzero(got == _RESERVED)
         if not len(granted):
             return 0
-        blocks = part.blocks[granted]
-        message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
+        if len(ranges) > 1:
+            done = self._write_ranges(part, ranges, granted, reply.reservation)
+        else:
+            blocks = part.blocks[granted]
+            message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
+            done = self._write(blocks, message, request.deadline)
+        ended = done.status or bytes((BlockStatus.ABORTED,)) * len(granted)
+        status[low:high][granted] = statuses(ended, len(granted), BlockStatus.REFUSED)
+        durable[low:high][granted] = flags(done.durable, len(granted))
+        return 0
+
+    def _write_ranges(
+        self, part: Push, ranges: list[BlockView], granted: npt.NDArray[np.intp], reservation: int
+    ) -> pb.CommitOk:
+        """Range after range, as the blocks are written; the last one commits. An answer of no blocks where the writer
+        gives up."""
+        assert part.written is not None
+        hashed, at = RangeChecksums(len(granted)), 0
+        for index, whole in enumerate(ranges):
+            if not part.written(index, part.deadline):
+                self.link.abort(reservation)
+                return pb.CommitOk()
+            blocks = whole[granted]
+            hashed.add(blocks)
+            message = pb.Write(reservation=reservation, at=at, nbytes=whole.block_bytes)
+            at += whole.block_bytes
+            if index == len(ranges) - 1:
+                message.checksums = hashed.values().tobytes()
+            done = self._write(blocks, message, part.deadline)
+            if _RESERVED not in done.status:
+                return done
+        raise ProtocolError("the last range of blocks was taken, and nothing committed")
+
+    def _write(self, blocks: BlockView, message: pb.Write, deadline: float) -> pb.CommitOk:
         raw, _ = _views(blocks, SEND_BYTES)
         with (
             TRACING.span("kvstrata.write", kind=SpanKind.CLIENT),
-            link.channel.exchange(Kind.WRITE, _traced(message), request.deadline, raw) as (_, answer),
+            self.link.channel.exchange(Kind.WRITE, _traced(message), deadline, raw) as (_, answer),
         ):
-            done = expect(pb.CommitOk, answer, Kind.COMMIT_OK)
-            status[low:high][granted] = statuses(done.status, len(granted), BlockStatus.REFUSED)
-            durable[low:high][granted] = flags(done.durable, len(granted))
-        return 0
+            return expect(pb.CommitOk, answer, Kind.COMMIT_OK)
 
     # ------------------------------------------------------------------ parts
 
-    def _in_parts(self, status: StatusArray, block_bytes: int, run: Callable[[int, int], int]) -> list[int]:
-        """Call ``run(low, high)`` for each part, on this thread and up to ``SOCKETS - 1`` others."""
+    def _in_parts(
+        self, status: StatusArray, block_bytes: int, run: Callable[[int, int], int], *, in_turns: bool = True
+    ) -> list[int]:
+        """Call ``run(low, high)`` for each part, on this thread and up to ``SOCKETS - 1`` others: all at once, unless
+        ``in_turns``."""
         step = max(1, PART_BYTES // block_bytes)
+        if not in_turns:
+            step = max(step, -(-len(status) // SOCKETS))
         bounds = [(low, min(low + step, len(status))) for low in range(0, len(status), step)]
         if len(bounds) == 1 and len(status) > 1 and len(status) * block_bytes >= PART_BYTES // 2:
             middle = len(status) // 2

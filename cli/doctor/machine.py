@@ -19,14 +19,14 @@ from typing import Final
 
 from kvstrata.cli.doctor.rows import Check, Row, Verdict
 from kvstrata.cli.sizes import format_size
+from kvstrata.storage import huge_pages as pages
 from kvstrata.storage.config import MEMORY_SPARE_BYTES, memory_available
-from kvstrata.storage.sealed_memory import SEALS
+from kvstrata.storage.slab import SEALS
 from kvstrata.transfer.identity import SOFTWARE
 
 SHM_BYTES_MIN: Final = 1 << 30
 OPEN_FILES_MIN: Final = 4096
 CHILD_S: Final = 8.0
-_HUGEPAGES: Final = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _PTRACE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHM: Final = Path("/dev/shm")
 
@@ -161,9 +161,13 @@ def shared_memory() -> Iterator[Row]:
 
 def huge_pages() -> Iterator[Row]:
     what = "huge pages"
-    total, free = _number(_HUGEPAGES / "nr_hugepages"), _number(_HUGEPAGES / "free_hugepages")
-    if not total:
-        yield Row("memory", what, Verdict.NOT_APPLICABLE, "none reserved: needed for storage --hugepages alone")
+    total, free = _number(pages.RESERVED / "nr_hugepages"), pages.reserved_bytes_free() // pages.HUGEPAGE_BYTES
+    if not total and not free:
+        if pages.transparent_allowed():
+            yield Row("memory", what, Verdict.OK, "none reserved; shared memory may ask for transparent ones")
+            return
+        found = "none reserved, and shared memory gets no transparent ones: needed for storage --hugepages alone"
+        yield Row("memory", what, Verdict.NOT_APPLICABLE, found)
         return
     found = f"{free} of {total} of 2 MiB free"
     if not free:
@@ -172,7 +176,7 @@ def huge_pages() -> Iterator[Row]:
         )
         return
     try:
-        fd = os.memfd_create("kvstrata-doctor", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        fd = os.memfd_create("kvstrata-doctor", os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
         try:
             os.ftruncate(fd, 2 << 20)
         finally:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,8 +48,16 @@ class Measured:
 class Coordinator:
     """Starts the engine processes of a replay and hands them its turns. Close it, also after an error."""
 
-    def __init__(self, schedule: Schedule, options: ReplayOptions, masters: str, group: str) -> None:
-        """Raises :class:`Unavailable` when an engine cannot start or reach the pool."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        options: ReplayOptions,
+        masters: str,
+        group: str,
+        engine_command: Sequence[str] = (sys.executable, "-m", "kvstrata.cli.replay.engine"),
+    ) -> None:
+        """``engine_command`` starts an engine; the number of its socket follows. Raises :class:`Unavailable` when one
+        cannot start or reach the pool."""
         self._schedule = schedule
         self._engines: list[_EngineProcess] = []
         self._stored_at = np.full(schedule.unique_blocks, -np.inf)
@@ -67,7 +75,7 @@ class Coordinator:
                     staging_blocks=staging_blocks,
                     settle_s=SETTLE_S,
                 )
-                self._engines.append(_EngineProcess(setup))
+                self._engines.append(_EngineProcess(setup, engine_command))
             for process in self._engines:
                 process.await_ready()
         except BaseException:
@@ -138,13 +146,13 @@ class Coordinator:
 class _EngineProcess:
     """One engine stand-in and the pipe to it."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, engine_command: Sequence[str]) -> None:
         self.setup = setup
         self.lost = False
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvstrata.cli.replay.engine", str(theirs.fileno())],
+                [*engine_command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,13 +113,13 @@ class Engine:
         """bool [n]: which blocks the directory shows. All False when it cannot be asked."""
         if not len(hashes):
             return np.zeros(0, dtype=bool)
-        started = time.perf_counter()
-        settle_until = started + self._setup.settle_s
+        settle_until = time.perf_counter() + self._setup.settle_s
         present = np.zeros(len(hashes), dtype=bool)
         try:
             while True:
+                started = time.perf_counter()
                 found = self._client.lookup(self._namespace, work.salt, hashes.tobytes())
-                tally.lookup_s = time.perf_counter() - started
+                tally.lookup_s = time.perf_counter() - started  # of the last one: waiting for it to settle is virtual
                 if not found.answered:
                     tally.reasons.update(found.reasons)
                     return present
@@ -227,11 +228,15 @@ def _runs(wanted: Bools, longest: int) -> list[tuple[int, int]]:
     ]
 
 
-def run(pipe: Pipe) -> int:
+def _client_of(setup: Setup) -> Client:
+    return Client(setup.masters, verify="always")
+
+
+def run(pipe: Pipe, client_of: Callable[[Setup], Client] = _client_of) -> int:
     """Serve the coordinator until it says finish (0), or goes away or the pool cannot be used (1)."""
     setup = pipe.receive(Setup, COORDINATOR_SILENCE_S)
     try:
-        client = Client(setup.masters, verify="always")
+        client = client_of(setup)
     except KVError as error:
         pipe.send(Ready(setup.engine, error=f"{type(error).__name__}: {error}"), SEND_S)
         return 1

@@ -78,6 +78,8 @@ class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's end of one job. ``done``: one byte a block, group after group: 1 loaded (or stored), 0 not.
 
+    ``layered``: of a store, it was made beside the forward pass.
+
     ``terminal`` memory only: a worker reports a job when no transfer of it can touch the engine's memory again.
     """
 
@@ -87,6 +89,7 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int = 0
     seconds: float = 0.0
     reasons: dict[str, int] = {}  #: status name -> blocks, as in LoadResult and StoreResult
+    layered: bool = False
 
 
 class PoolState(IntEnum):
@@ -254,6 +257,11 @@ class WorkerSide(Protocol):
         False when some of it will not be there, or the step has stood still for as long as it may: what is computed
         then is not kept, and the step's output says so (``layers_missed``) even if the load still ends well.
         """
+        ...
+
+    def layer_written(self, layer: int) -> None:
+        """The pages of the layer, and of those before it, have what this step writes to them. Need not be called;
+        from the thread that computes, which it does not hold up."""
         ...
 
     def forward_ended(self) -> None:

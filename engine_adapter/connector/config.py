@@ -20,5 +20,6 @@ class PoolConfig(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
     lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
     store: bool = True
+    layered_stores: bool = False  #: beside the forward pass: layers go as they are written
     store_decode: bool = True  #: also blocks that hold generated tokens
     store_pending_blocks_max: int = 8_192  #: held for stores under way; past it, blocks are not offered (counted)

@@ -37,6 +37,7 @@ class Counters:
         "load_seconds",
         "stores",
         "stores_ended",
+        "stores_layered",
         "store_blocks_offered",
         "store_blocks",
         "store_blocks_failed",
@@ -68,6 +69,7 @@ class Counters:
     def store_ended(self, end: JobEnd) -> None:
         stored = end.done.count(1)
         self.add("stores_ended")
+        self.add("stores_layered", end.layered)
         self.add("store_blocks", stored)
         self.add("store_blocks_failed", len(end.done) - stored)
         self.add("store_bytes", end.bytes_moved)

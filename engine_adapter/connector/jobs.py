@@ -28,6 +28,7 @@ class JobEnd:
     """A job that every rank has reported. ``done``: one byte a block, 1 where every rank has done it.
 
     ``bytes_moved`` and ``seconds`` are those of the rank that took longest; ``reasons`` are summed over ranks.
+    ``layered``: a store, and some rank made it beside the forward pass.
     """
 
     job: Job
@@ -35,6 +36,7 @@ class JobEnd:
     bytes_moved: int
     seconds: float
     reasons: dict[str, int]
+    layered: bool = False
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class _OpenJob:
     seconds: float = -1.0
     reasons: Counter[str] = field(default_factory=Counter)
     overdue: bool = False
+    layered: bool = False
 
 
 class JobLedger:
@@ -113,6 +116,7 @@ class JobLedger:
         entry.reported.add(rank)
         entry.done &= self._done_of(entry, outcome)
         entry.reasons.update(outcome.reasons)
+        entry.layered |= outcome.layered
         if outcome.seconds > entry.seconds:
             entry.seconds, entry.bytes_moved = outcome.seconds, outcome.bytes_moved
         self._tell(outcome.job_id, f"rank {rank} reported, {self.ranks - len(entry.reported)} to come")
@@ -120,7 +124,7 @@ class JobLedger:
             return None
         self._close(entry)
         done = entry.done.to_bytes(len(entry.block_ids), "little")
-        return JobEnd(entry.job, done, entry.bytes_moved, max(entry.seconds, 0.0), dict(entry.reasons))
+        return JobEnd(entry.job, done, entry.bytes_moved, max(entry.seconds, 0.0), dict(entry.reasons), entry.layered)
 
     def _done_of(self, entry: _OpenJob, outcome: JobOutcome) -> int:
         if outcome.kind is not entry.job.kind or len(outcome.done) != len(entry.block_ids):

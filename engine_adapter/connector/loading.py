@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, Chunk, chunks_of
 from kvstrata.engine_adapter.connector.layered import LayeredLoad
+from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
@@ -44,7 +45,9 @@ class TransferPool(Protocol):
     def load(
         self, salt: str, chunk: Chunk, generation: int, pending: list[Landing], layers: LayeredLoad | None = None
     ) -> Codes: ...
-    def store(self, salt: str, chunk: Chunk, generation: int, pending: list[Landing]) -> Codes: ...
+    def store(
+        self, salt: str, chunk: Chunk, generation: int, pending: list[Landing], writing: LayeredStore | None = None
+    ) -> Codes: ...
 
 
 class Gate:

@@ -16,6 +16,7 @@ from kvstrata.client.results import all_settled, reasons_of
 from kvstrata.engine_adapter.connector.base import Job, JobKind, JobOutcome
 from kvstrata.engine_adapter.connector.chunks import blocks_in
 from kvstrata.engine_adapter.connector.layered import LayeredLoad
+from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.proto.logs import get_logger
@@ -35,7 +36,8 @@ class OpenJob:
     """An accepted job. ``status`` u8[blocks], group after group, UNKNOWN where nothing was tried yet.
 
     ``start_by``: monotonic seconds after which no more calls are made for it. ``generation``: of the weights that it
-    is of. ``layers``: of a layered load, what the forward pass waits for. ``pending``: what its calls gave up and may
+    is of. ``layers``: of a layered load, what the forward pass waits for. ``writing``: of a store that has begun beside
+    the forward pass. ``pending``: what its calls gave up and may
     still touch its memory.
     """
 
@@ -45,6 +47,7 @@ class OpenJob:
     generation: int = 0
     after: Event | None = None  #: the mark on the engine's stream that its memory comes after
     layers: LayeredLoad | None = None
+    writing: LayeredStore | None = None
     pending: list[Landing] = field(default_factory=list)
     status: npt.NDArray[np.uint8] = field(init=False)
 
@@ -160,6 +163,7 @@ class Outbox:
             bytes_moved=self._bytes_moved(opened),
             seconds=self._clock() - opened.started,
             reasons=reasons,
+            layered=opened.writing is not None,
         )
 
     def _bytes_moved(self, opened: OpenJob) -> int:

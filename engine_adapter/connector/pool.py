@@ -20,6 +20,7 @@ from kvstrata.engine_adapter.connector.attachment import Attachment
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
 from kvstrata.engine_adapter.connector.layered import LayeredLoad
+from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
@@ -116,10 +117,12 @@ class Pool:
         """Where each layer's pages end in a block of the group, in bytes."""
         return self._attachment.layer_ends(group)
 
-    def store(self, salt: str, chunk: Chunk, generation: int, pending: list[Landing]) -> Codes:
+    def store(
+        self, salt: str, chunk: Chunk, generation: int, pending: list[Landing], writing: LayeredStore | None = None
+    ) -> Codes:
         """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED, and ``pending``, as for
-        :meth:`load`."""
-        return self._transfer("store", salt, chunk, generation, partial(self._store, pending))
+        :meth:`load`. ``writing``: the rows are still being written; ABORTED where that takes too long."""
+        return self._transfer("store", salt, chunk, generation, partial(self._store, pending, writing))
 
     def mark(self) -> Event | None:
         """See :meth:`Attachment.mark`."""
@@ -206,12 +209,24 @@ class Pool:
         return result.status
 
     def _store(
-        self, pending: list[Landing], client: PoolClient, namespace: PoolNamespace, salt: str, chunk: Chunk
+        self,
+        pending: list[Landing],
+        writing: LayeredStore | None,
+        client: PoolClient,
+        namespace: PoolNamespace,
+        salt: str,
+        chunk: Chunk,
     ) -> Codes:
         width = namespace.hash_bytes
         first = chunk.blocks.first_index + chunk.start
-        rows = self._attachment.rows(chunk)
-        result = client.store(namespace, salt, chunk.hashes(width), rows, chunk.parent(width) or None, first)
+        rows, parent = self._attachment.rows(chunk), chunk.parent(width) or None
+        if writing is None:
+            result = client.store(namespace, salt, chunk.hashes(width), rows, parent, first)
+        else:
+            parts, written = writing.ranges.ends, writing.written
+            result = client.store(
+                namespace, salt, chunk.hashes(width), rows, parent, first, parts=parts, written=written
+            )
         pending.extend(result.pending)
         return result.status
 

@@ -39,6 +39,9 @@ class BlockClient(Protocol):
         blocks: BlockView,
         parent: bytes | None,
         first_index: int,
+        *,
+        parts: Sequence[int] = (),
+        written: Callable[[int, float], bool] | None = None,
     ) -> StoreResult: ...
 
 

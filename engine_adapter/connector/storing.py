@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from kvstrata.engine_adapter.connector.loading import ABSENT, ERROR, LATE, Codes
 from kvstrata.engine_adapter.connector.outbox import OpenJob, Outbox
 from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
+from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing
 
 
@@ -40,17 +42,34 @@ class Storer:
             for opened in left:
                 self._outbox.end(opened, ERROR)
 
+    def run_beside(self, opened: OpenJob) -> bool:
+        """One job, as its ``writing`` allows. False when that took too long: the job has not ended, and nothing of it
+        was stored."""
+        untried, again = ERROR, False
+        try:
+            untried = self._run([opened])
+            assert opened.writing is not None
+            again = opened.writing.given_up and not opened.pending and not self._gate.stale(opened)
+            again = again and bool((opened.status == BlockStatus.ABORTED).any())
+        finally:
+            if not again:
+                self._outbox.end(opened, untried)
+        return not again
+
     def _run(self, jobs: Sequence[OpenJob]) -> str:
         """Store what can be; returns why the rest was not tried."""
         start_by = min(opened.start_by for opened in jobs)
         merged = _merged(jobs)
         # The last job's mark is the latest on the engine's one stream.
-        for chunk in chunks_of(merged, self._pool.layout, self._chunk_bytes, jobs[-1].after):
+        # Beside a forward pass it is one call: the first layers of all blocks go first.
+        writing = jobs[0].writing
+        size = self._chunk_bytes if writing is None else sys.maxsize
+        for chunk in chunks_of(merged, self._pool.layout, size, jobs[-1].after):
             if stop := self._gate.stop(jobs[0], start_by):
                 return stop
             pending: list[Landing] = []
             try:
-                status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation, pending)
+                status = self._pool.store(jobs[0].job.cache_salt, chunk, jobs[0].generation, pending, writing)
             finally:
                 for opened in jobs if pending else ():
                     opened.pending.extend(pending)

@@ -5,6 +5,7 @@
     start(meta)      loads --> queue --> load threads ---+
                      stores -> written                   +--> client calls --> outbox --> take_output()
     wait_layer(i)    <-- ranges of layered loads --------+
+    layer_written(i) --> one store beside the step ------+
     forward_ended()  written -> queue -> store threads --+
 """
 
@@ -24,6 +25,7 @@ from kvstrata.engine_adapter.connector.chunks import CHUNK_BYTES, problem_of
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
 from kvstrata.engine_adapter.connector.layered import LayeredLoad, LayeredLoads, LayerRanges, layered_group
+from kvstrata.engine_adapter.connector.layered_store import RANGES_MAX as STORE_RANGES_MAX
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, ERROR, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
@@ -32,6 +34,7 @@ from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.engine_adapter.connector.pool_client import PoolClient, open_client, transfer_s
 from kvstrata.engine_adapter.connector.presence import answer_lookup
+from kvstrata.engine_adapter.connector.stores_beside import StoresBeside
 from kvstrata.engine_adapter.connector.storing import Storer
 from kvstrata.engine_adapter.connector.workers import Workers
 from kvstrata.proto.errors import KVError
@@ -83,6 +86,7 @@ class PoolWorkerSide:
         self._loads = JobQueue(blocks_max=layout.num_blocks * len(layout.groups))
         self._stores = JobQueue(blocks_max=config.store_pending_blocks_max)
         self._written: list[OpenJob] = []
+        self._handing = threading.Lock()
         self._layered = LayeredLoads()
         self._problems: list[str] = []
         self._look_again_at = 0.0
@@ -98,6 +102,12 @@ class PoolWorkerSide:
                 raise
         self._load_workers = Workers("connector-load", LOAD_THREADS, self._load_step, bound_s=bound_s)
         self._store_workers = Workers("connector-store", STORE_THREADS, self._store_step, bound_s=bound_s)
+        self._beside: StoresBeside | None = None
+        on_host = engine_memory is None or not engine_memory.device
+        if config.layered_stores and group is not None and on_host:
+            ranges = LayerRanges.of(self._pool.layer_ends(group), STORE_RANGES_MAX)
+            calls = self._begin_beside, self._storer.run_beside, self._again
+            self._beside = StoresBeside(layout, group, ranges, *calls, wait_s=call_s / 2, bound_s=bound_s)
 
     # ------------------------------------------------------------------ the engine's calls
 
@@ -113,14 +123,24 @@ class PoolWorkerSide:
         for job in meta.stores:
             if (opened := self._accepted(job)) is not None:
                 self._written.append(opened)
+        if self._beside is not None:
+            self._beside.choose(self._written)
 
     def wait_layer(self, layer: int) -> bool:
         """See :meth:`WorkerSide.wait_layer`. All calls of a step take ``STAND_STILL_S`` at most."""
         return self._layered.wait_layer(layer)
 
+    def layer_written(self, layer: int) -> None:
+        """See :meth:`WorkerSide.layer_written`."""
+        if self._beside is not None:
+            self._beside.layer_written(layer)
+
     def forward_ended(self) -> None:
         """The step's KV is in memory: its stores may begin. Layered loads are waited for, within the same bound."""
-        written, self._written = self._written, []
+        with self._handing:
+            written, self._written = self._written, []
+            if self._beside is not None:
+                self._beside.step_ended()
         for opened in self._marked(written):
             self._outbox.restart(opened)
             self._enqueue(opened, self._stores, self._store_workers)
@@ -150,11 +170,14 @@ class PoolWorkerSide:
         if self._lookups is not None:
             self._lookups.close()
         self._gate.close()
-        for opened in (*self._loads.drain(), *self._stores.drain(), *self._written):
+        left = self._beside.close() if self._beside is not None else None
+        waiting = [*self._loads.drain(), *self._stores.drain(), *([left] if left is not None else [])]
+        with self._handing:
+            waiting, self._written = [*waiting, *self._written], []
+        for opened in waiting:
             self._outbox.end(opened, CLOSED)
-        self._written = []
         until = time.monotonic() + self._close_s
-        for workers in (self._load_workers, self._store_workers):
+        for workers in self._threads():
             workers.stop(max(0.0, until - time.monotonic()))
         for opened in self._outbox.still_open():
             log.error("a transfer is overdue at close; its memory may still be written", job=opened.job.job_id)
@@ -167,7 +190,8 @@ class PoolWorkerSide:
     def stats(self) -> dict[str, float]:
         """Sums since the start, see :meth:`Outbox.stats` and :meth:`LookupServer.stats`; queue lengths."""
         waiting = {"loads_waiting": float(len(self._loads)), "stores_waiting": float(len(self._stores))}
-        return {**self._outbox.stats(), **waiting, **(self._lookups.stats() if self._lookups else {})}
+        beside = self._beside.stats() if self._beside is not None else {}
+        return {**self._outbox.stats(), **waiting, **beside, **(self._lookups.stats() if self._lookups else {})}
 
     def health(self) -> dict[str, object]:
         """``healthy`` is about this side's own threads; an absent pool is in ``pool``, and is no problem here."""
@@ -184,12 +208,12 @@ class PoolWorkerSide:
         }
 
     def _parts(self) -> list[Workers | LookupServer | Parking]:
-        parts: list[Workers | LookupServer | Parking] = [
-            self._load_workers,
-            self._store_workers,
-            self._outbox.parking,
-        ]
+        parts: list[Workers | LookupServer | Parking] = [*self._threads(), self._outbox.parking]
         return parts if self._lookups is None else [*parts, self._lookups]
+
+    def _threads(self) -> list[Workers]:
+        beside = [self._beside.workers] if self._beside is not None else []
+        return [self._load_workers, self._store_workers, *beside]
 
     def _find_problems(self) -> list[str]:
         problems = [problem for part in self._parts() for problem in part.problems()]
@@ -255,6 +279,22 @@ class PoolWorkerSide:
             workers.wake()
         else:
             self._outbox.end(opened, CLOSED if self._closed else SHED)
+
+    def _begin_beside(self, opened: OpenJob) -> None:
+        """It does not wait for the end of the step any more."""
+        with self._handing:
+            self._written.remove(opened)
+        self._outbox.restart(opened)
+
+    def _again(self, opened: OpenJob) -> None:
+        """A store that was given up beside the step: it is made when the step has ended, which may be now."""
+        writing, opened.writing = opened.writing, None
+        with self._handing:
+            if writing is not None and not writing.over and not self._closed:
+                self._written.append(opened)
+                return
+        self._outbox.restart(opened)
+        self._enqueue(opened, self._stores, self._store_workers)
 
     def _load_step(self) -> bool:
         opened = self._loads.take()

@@ -88,7 +88,10 @@ def _check_groups(kv: CacheConfig, found: Findings) -> None:
         found.refused.append("the model has no KV cache")
     kinds = {type(group.kv_cache_spec).__name__ for group in kv.kv_cache_groups if not poolable(group.kv_cache_spec)}
     if kinds:
-        found.refused.append(f"layers of kind {', '.join(sorted(kinds))} have a state that a prefix does not determine")
+        found.refused.append(
+            f"layers of kind {', '.join(sorted(kinds))}: only full attention, sliding windows and MLA are "
+            "supported, whose blocks a prefix alone determines. Start without --kv-transfer-config"
+        )
     hash_tokens = kv.hash_block_size
     if hash_tokens and any(group.kv_cache_spec.block_size % hash_tokens for group in kv.kv_cache_groups):
         found.refused.append(f"blocks are hashed by {hash_tokens} tokens, which do not divide all block sizes")

@@ -59,10 +59,10 @@ def model_identity(model: ModelConfig, load_format: str, namespace: str = "") ->
     return f"{model.model}@{revision} {settings}"
 
 
-def weights_digest(folder: Path) -> str:
+def weights_digest(folder: Path, configuration: str = "config.json") -> str:
     """32 hex digits of the configuration and samples of the weights in a folder. Reads 64 KiB a file."""
     digest = hashlib.sha256()
-    config = folder / "config.json"
+    config = folder / configuration
     if config.is_file():
         digest.update(config.read_bytes())
     for path in sorted(entry for entry in folder.iterdir() if entry.suffix in WEIGHTS):

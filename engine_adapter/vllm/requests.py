@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvstrata.engine_adapter.vllm.adapters import Adapter, AdapterHashes
+
 
 class VllmRequest(Protocol):
     """What is read of ``vllm.v1.request.Request``."""
 
     request_id: str
     cache_salt: str | None
+    lora_request: Adapter | None
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
@@ -24,12 +27,13 @@ class VllmRequest(Protocol):
 
 class RequestView:
     """A :class:`~kvstrata.engine_adapter.connector.base.ConnectorRequest` over vLLM's. ``preemptions``: how many of
-    them the scheduler side knows of."""
+    them the scheduler side knows of. ``adapter``: digest of its LoRA adapter, empty without one."""
 
-    __slots__ = ("preemptions", "request")
+    __slots__ = ("_adapter", "preemptions", "request")
 
-    def __init__(self, request: VllmRequest) -> None:
+    def __init__(self, request: VllmRequest, adapter: bytes = b"") -> None:
         self.request = request
+        self._adapter = AdapterHashes(adapter) if adapter else None
         self.preemptions = request.num_preemptions
 
     @property
@@ -54,4 +58,5 @@ class RequestView:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        return self.request.block_hashes
+        hashes = self.request.block_hashes
+        return self._adapter.keyed(hashes) if self._adapter is not None else hashes

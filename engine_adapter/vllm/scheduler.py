@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from kvstrata.engine_adapter.connector.base import BlockIds, Computed, ConnectorOutput, SchedulerSide
+from kvstrata.engine_adapter.vllm.adapters import AdapterDigests
 from kvstrata.engine_adapter.vllm.messages import RankReport, StepMeta, decode_report, encode
 from kvstrata.engine_adapter.vllm.requests import RequestView, VllmRequest
 
@@ -38,6 +39,7 @@ class StepPlanner:
     def __init__(self, side: SchedulerSide, *, aligned_tokens: int, ranks: int) -> None:
         self._side = side
         self._aligned = aligned_tokens
+        self._adapters = AdapterDigests()
         self._requests: dict[str, RequestView] = {}
         self._last = [ConnectorOutput()] * ranks
 
@@ -46,7 +48,7 @@ class StepPlanner:
     def on_new_request(self, request: VllmRequest) -> None:
         """It was queued: its lookup begins now."""
         self.request_finished(request)
-        self._requests[request.request_id] = view = RequestView(request)
+        view = self._added(request)
         self._side.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: VllmRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -72,10 +74,15 @@ class StepPlanner:
         """Its view; a preemption since the last call ends what was known of it."""
         view = self._requests.get(request.request_id)
         if view is None:
-            view = self._requests[request.request_id] = RequestView(request)
+            view = self._added(request)
         elif view.preemptions != request.num_preemptions:
             self._side.request_stopped(view)
             view.preemptions = request.num_preemptions
+        return view
+
+    def _added(self, request: VllmRequest) -> RequestView:
+        view = RequestView(request, self._adapters.digest(request.lora_request))
+        self._requests[request.request_id] = view
         return view
 
     # ------------------------------------------------------------------ steps

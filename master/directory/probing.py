@@ -22,6 +22,9 @@ PROBES_MAX: Final = 256
 VALUE_MAX: Final = 0xFFFFFFFE
 #: Up to so many keys are looked for one by one, in plain integers: arrays of so few cost more than they save.
 FEW: Final = 32
+#: So many keys of a batch that are not decided yet are walked one by one: a step over arrays costs as much as thirty
+#: steps of single keys, and the last of a batch need many.
+LEFT_FEW: Final = 32
 #: Slots looked at together by passes over everything: temporaries stay in cache.
 STRIDE: Final = 1 << 16
 
@@ -53,12 +56,13 @@ class SlotArray:
     """
 
     __slots__ = (
-        "_hi", "_highs", "_lo", "_lows", "_mask", "_reach", "_secret", "_secrets", "_values", "live", "used", "value",
+        "_hi", "_highs", "_keys", "_lo", "_lows", "_mask", "_reach", "_secret", "_secrets", "_values", "live", "used",
+        "value",
     )  # fmt: skip
 
     def __init__(self, capacity: int) -> None:
-        self._lo = np.zeros(capacity, dtype=np.uint64)
-        self._hi = np.zeros(capacity, dtype=np.uint64)
+        self._keys: Keys = np.zeros((capacity, 2), dtype=np.uint64)  # both halves are in one line of the cache
+        self._lo, self._hi = self._keys[:, 0], self._keys[:, 1]
         self.value = np.zeros(capacity, dtype=np.uint32)
         self._mask = np.uint64(capacity - 1)
         self._reach = 1  #: probes that find every key
@@ -75,36 +79,48 @@ class SlotArray:
 
     @property
     def nbytes(self) -> int:
-        return self._lo.nbytes + self._hi.nbytes + self.value.nbytes
+        return self._keys.nbytes + self.value.nbytes
 
     def warm(self, start: int, stop: int) -> None:
         """Make the kernel provide the memory of these slots now: it takes longest when touched at random."""
-        for array in (self._lo, self._hi, self.value):
-            array[start:stop] = 0
+        self._keys[start:stop] = 0
+        self.value[start:stop] = 0
 
     def locate(self, keys: Keys) -> Slots:
-        """The slot of each key, -1 where absent. Probes go 1, 2, 3, ... slots further."""
+        """The slot of each key, -1 where absent."""
+        return self.probe(keys)[0]
+
+    def probe(self, keys: Keys) -> tuple[Slots, Values]:
+        """The slot of each key, -1 where absent, and its value, 0 there. Probes go 1, 2, 3, ... slots further."""
         slots = self._first_slots(keys)
         found = np.full(len(keys), -1, dtype=np.int64)
+        held = np.zeros(len(keys), dtype=np.uint32)
         pending: Slots | None = None
         low, high = keys[:, 0], keys[:, 1]
         mask = np.int64(self._mask)
         for step in range(1, self._reach + 1):
+            if len(slots) <= LEFT_FEW:
+                rows = slice(None) if pending is None else pending
+                found[rows], held[rows] = self._walk(slots.tolist(), low.tolist(), high.tolist(), step)
+                break
             values = self.value[slots]
+            there = self._keys.take(slots, axis=0)
             hit = is_live(values)
-            hit &= self._lo[slots] == low
-            hit &= self._hi[slots] == high
+            hit &= there[:, 0] == low
+            hit &= there[:, 1] == high
             if pending is None:
                 np.copyto(found, slots, where=hit)
+                np.copyto(held, values, where=hit)
             else:
-                found[pending[hit]] = slots[hit]
+                rows = pending[hit]
+                found[rows], held[rows] = slots[hit], values[hit]
             more = np.flatnonzero(~hit & (values != EMPTY))
             if not more.size:
                 break
             pending = more if pending is None else pending[more]
             low, high = low[more], high[more]
             slots = (slots[more] + step) & mask
-        return found
+        return found, held
 
     def insert(self, keys: Keys, values: Values) -> tuple[int, Slots]:
         """Add keys known to be absent; of equal ones the last wins.
@@ -117,14 +133,19 @@ class SlotArray:
         mask = np.int64(self._mask)
         total = 0
         for step in range(1, PROBES_MAX + 1):
+            if len(slots) <= LEFT_FEW:
+                added, left = self._put_rest(slots, keys, values, pending, step)
+                return total + added, left
             occupant = self.value[slots]
             free = np.flatnonzero(~is_live(occupant))
             if free.size:
                 total += self._claim(slots[free], keys, values, pending[free], occupant[free])
                 self._reach = max(self._reach, step)
             # Equal keys probe in step, so a loser meets its equal in the very slot it lost.
-            settled = (self._lo[slots] == keys[pending, 0]) & (self._hi[slots] == keys[pending, 1])
-            settled &= is_live(self.value[slots])
+            there = self._keys.take(slots, axis=0)
+            settled = is_live(self.value[slots])
+            settled &= there[:, 0] == keys[pending, 0]
+            settled &= there[:, 1] == keys[pending, 1]
             more = np.flatnonzero(~settled)
             pending = pending[more]
             if not more.size:
@@ -147,11 +168,33 @@ class SlotArray:
             slot = (slot + step) & mask
         return -1
 
+    def _walk(self, slots: list[int], lows: list[int], highs: list[int], step: int) -> tuple[list[int], list[int]]:
+        """As :meth:`probe`, one by one, of keys that are not before these slots, their ``step``-th."""
+        values, own_lows, own_highs, mask = self._values, self._lows, self._highs, len(self._values) - 1
+        steps = range(step, self._reach + 1)
+        found, held = [], []
+        for slot, low, high in zip(slots, lows, highs, strict=True):
+            at, what = -1, 0
+            for further in steps:
+                value = values[slot]
+                if value == _EMPTY:
+                    break
+                if own_lows[slot] == low and own_highs[slot] == high and value != _TOMBSTONE:
+                    at, what = slot, value
+                    break
+                slot = (slot + further) & mask
+            found.append(at)
+            held.append(what)
+        return found, held
+
     def insert_one(self, low: int, high: int, value: int) -> bool:
         """Add a key known to be absent; False when it finds no place within ``PROBES_MAX`` probes."""
+        return self._put(self._first_slot(low, high), low, high, value, 1)
+
+    def _put(self, slot: int, low: int, high: int, value: int, first: int) -> bool:
+        """Add a key that is not before ``slot``, its ``first``-th, or give its equal this value; False as above."""
         values, mask = self._values, len(self._values) - 1
-        slot = self._first_slot(low, high)
-        for step in range(1, PROBES_MAX + 1):
+        for step in range(first, PROBES_MAX + 1):
             occupant = values[slot]
             if occupant in (_EMPTY, _TOMBSTONE):
                 self._lows[slot], self._highs[slot], values[slot] = low, high, value
@@ -159,8 +202,18 @@ class SlotArray:
                 self.used += occupant == _EMPTY
                 self._reach = max(self._reach, step)
                 return True
+            if self._lows[slot] == low and self._highs[slot] == high:
+                values[slot] = value
+                return True
             slot = (slot + step) & mask
         return False
+
+    def _put_rest(self, slots: Slots, keys: Keys, values: Values, rows: Slots, step: int) -> tuple[int, Slots]:
+        """The rows of a batch that are left at their ``step``-th slots, one by one: as :meth:`insert`."""
+        before, put = self.live, self._put
+        rest = zip(slots.tolist(), keys[rows].tolist(), values[rows].tolist(), strict=True)
+        placed = [put(slot, low, high, value, step) for slot, (low, high), value in rest]
+        return self.live - before, rows if not any(placed) else rows[~np.array(placed, dtype=np.bool_)]
 
     def value_at(self, slot: int) -> int:
         return self._values[slot]
@@ -185,7 +238,7 @@ class SlotArray:
 
     def at(self, slots: Slots) -> tuple[Keys, Values]:
         """(keys, values) in these slots."""
-        return np.column_stack((self._lo[slots], self._hi[slots])), self.value[slots]
+        return self._keys.take(slots, axis=0), self.value[slots]
 
     def remap(self, remap: Remap, start: int, stop: int) -> Values:
         """Replace values between two slots; returns what was replaced."""

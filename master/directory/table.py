@@ -79,10 +79,10 @@ class Table:
         """Values of ``keys``, 0 where absent: u32[n]."""
         if len(keys) <= FEW:
             return np.array([self.value(low, high) for low, high in keys.tolist()], dtype=np.uint32)
-        values = _values_at(self._slots, self._slots.locate(keys))
+        _, values = self._slots.probe(keys)
         if self._old is not None:
             missing = np.flatnonzero(values == EMPTY)
-            values[missing] = _values_at(self._old, self._old.locate(keys[missing]))
+            _, values[missing] = self._old.probe(keys[missing])
         return values
 
     def value(self, low: int, high: int) -> int:
@@ -133,6 +133,14 @@ class Table:
         self._slots.value[slots[known]] = values[known]
         self._insert(keys[~known], values[~known])
 
+    def add(self, keys: Keys, values: Values) -> None:
+        """As :meth:`put`, of keys that are known to be absent."""
+        if len(keys) <= FEW:
+            self.put_few(dict(zip(map(tuple, keys.tolist()), values.tolist(), strict=True)))
+            return
+        self._go_on(len(keys))
+        self._insert(keys, values)
+
     def put_few(self, entries: Mapping[tuple[int, int], int]) -> None:
         """As :meth:`put`, key by key."""
         self._advance_few(entries)
@@ -149,8 +157,12 @@ class Table:
         """Take keys out; returns how many were there."""
         if len(keys) <= FEW:
             return len(self.update_few(keys, np.zeros_like))
-        before, _ = self.update(keys, np.zeros_like)
-        return len(before)
+        self._advance(keys)
+        slots = self._slots.locate(keys)
+        known = np.unique(slots[slots >= 0])
+        self._slots.set(known, np.zeros(len(known), dtype=np.uint32))
+        self._maybe_shrink()
+        return len(known)
 
     def update(self, keys: Keys, change: Callable[[Values], Values]) -> tuple[Values, Values]:
         """Apply ``change`` to the value of each distinct key; 0 stands for absent on both sides.
@@ -336,12 +348,6 @@ class Table:
                 self._layouts += 1
                 return
         raise MemoryError(f"{self.live} keys do not fit {capacity} slots: their hashes are not spread")
-
-
-def _values_at(slots: SlotArray, where: Slots) -> Values:
-    values: Values = slots.value[where]  # -1 reads the last slot; it is overwritten next
-    values[where < 0] = EMPTY
-    return values
 
 
 def _capacity_for(entries: int) -> int:

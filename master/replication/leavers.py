@@ -40,7 +40,7 @@ class Leavers:
         self._began_at, self._reassured = now, False
         self._drains.clear()
         for node in self._membership.nodes:
-            node.stopping = False
+            self._membership.leaves(node, stopping=False)
         self._stopping.clear()
 
     # ------------------------------------------------------------------ what operators ask
@@ -49,7 +49,7 @@ class Leavers:
         """A node is to be emptied, within ``budget_s`` (0: as long as it takes). Raises :class:`InvalidArgument`."""
         node = self._node(node_id)
         if not node.draining:
-            node.draining = True
+            self._membership.leaves(node, draining=True)
             self._emit(node.saved())
         return self._drains.begin(node, budget_s, now)
 
@@ -57,8 +57,9 @@ class Leavers:
         """A node stays after all. Raises :class:`InvalidArgument`."""
         node = self._node(node_id)
         self._stopping.pop(node_id, None)
-        changed, node.draining, node.stopping = node.draining, False, False
-        if changed:
+        was_draining = node.draining
+        self._membership.leaves(node, draining=False, stopping=False)
+        if was_draining:
             self._emit(node.saved())
         self._drains.cancel(node)
 
@@ -87,7 +88,7 @@ class Leavers:
         node = self._membership.nodes.of_session(event.session)
         if not self._standing.leading or node is None or node.attachment is None:
             return
-        node.stopping = True
+        self._membership.leaves(node, stopping=True)
         self._stopping[node.node_id] = node.attachment.facts.incarnation
         self._drains.begin(node, event.budget_s, now)
 
@@ -99,7 +100,7 @@ class Leavers:
                 self._drains.forget(node_id)
                 node = self._membership.nodes.get(node_id)
                 if node is not None:
-                    node.stopping = False
+                    self._membership.leaves(node, stopping=False)
         if not self._reassured and now - self._began_at >= REASSURE_S:
             self._reassured = True
             for node in self._membership.nodes:

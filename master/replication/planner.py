@@ -174,7 +174,7 @@ class Planner:
         nbytes = len(rows) * group.block_bytes
         target.free -= nbytes
         if tier == Tier.DRAM:
-            node.placed_bytes += nbytes
+            node.sent(nbytes)
         seconds = self._copies.deadline_s(source.node_id, node.node_id, nbytes)
         command = self._take_number()
         self._copies.order(

@@ -97,7 +97,7 @@ class Replication:
         for row in roster:
             node = self._membership.nodes.get(row.node_id)
             if node is not None:
-                node.draining = row.draining
+                self._membership.leaves(node, draining=row.draining)
 
     @property
     def waiting(self) -> int:

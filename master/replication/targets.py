@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from kvstrata.master.candidates import ramp_at
 from kvstrata.master.nodes import Node
-from kvstrata.master.placement import ramp_at
 from kvstrata.master.replication.copies import COMMAND_BLOCKS, Copies
 from kvstrata.master.tenants.quotas import Quotas
 from kvstrata.proto.status import Tier

@@ -58,13 +58,13 @@ def read_few(packed: bytes, blocks: int, pieces: int, block_bytes: int, region_b
     return FewPieces(rows, pieces)
 
 
-def placed(blocks: Sequence[Block], table: FewPieces) -> Iterator[Row]:
-    """Where each piece comes from and goes to; neighbours on both sides as one."""
+def placed(blocks: Sequence[Block], table: FewPieces, at: int = 0) -> Iterator[Row]:
+    """Where each piece comes from and goes to, from byte ``at`` of each block on; neighbours on both sides as one."""
     rows, each = iter(table.rows), table.pieces
     start = origin = nbytes = 0
     for block in blocks:
         slab = block.memory
-        target = slab.address + slab.data_offset + block.slot * slab.slot_bytes
+        target = slab.address + slab.data_offset + block.slot * slab.slot_bytes + at
         for offset, length in islice(rows, each):
             if target == start + nbytes and offset == origin + nbytes:
                 nbytes += length

@@ -70,7 +70,7 @@ class PrivateMemory:
 
 def shared_memory(nbytes: int) -> SealedMemory:
     """Of a memfd that clients map. Its pages come as they are used. Raises :class:`OSError`."""
-    return SealedMemory("kvstrata-index", nbytes, populate=False)
+    return SealedMemory("kvstrata-index", nbytes)
 
 
 class _Table:

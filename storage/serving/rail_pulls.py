@@ -71,13 +71,15 @@ class RailPulls:
             return f"{held} bytes wait for transfers that do not settle: send the bytes over the channel meanwhile"
         return ""
 
-    def take(self, region: RailRegion, reservation: Reservation, descriptors: Descriptors) -> tuple[Taken, str]:
-        """Copy each block's pieces into its slot; how it ended, and why it FAILED.
+    def take(
+        self, region: RailRegion, reservation: Reservation, descriptors: Descriptors, at: int = 0
+    ) -> tuple[Taken, str]:
+        """Copy each block's pieces into its slot, from byte ``at`` on; how it ended, and why it FAILED.
 
         ``reservation`` is marked as moving. Unless all ARRIVED, it has ended when this returns or raises.
         """
         try:
-            job = region.read(*spread(reservation.blocks, descriptors))
+            job = region.read(*spread(reservation.blocks, descriptors, at))
         except BaseException:
             self._end(reservation)
             raise

@@ -7,7 +7,7 @@ from typing import Final
 
 import xxhash
 
-from kvstrata.storage.records import Block
+from kvstrata.storage.records import Block, Reservation
 from kvstrata.transfer.sessions import ServerConnection
 
 #: Neighbouring slots are received as one buffer of at most this, and hashed while it is in cache.
@@ -56,6 +56,15 @@ def receive(connection: ServerConnection, blocks: Sequence[Block], checksums: Se
 
     connection.receive_raw([view for view, _ in pieces], filled=filled)
     return wrong
+
+
+def receive_range(connection: ServerConnection, reservation: Reservation, nbytes: int) -> None:
+    """Receive the next ``nbytes`` of every block, and hash them. Raises as :func:`receive`."""
+    if not reservation.hashing:
+        reservation.hashing = [xxhash.xxh3_64() for _ in reservation.blocks]
+    hashing, at = reservation.hashing, reservation.arrived
+    views = [block.bytes()[at : at + nbytes] for block in reservation.blocks]
+    connection.receive_raw(views, filled=lambda index: hashing[index].update(views[index]))
 
 
 def mismatched(blocks: Sequence[Block], checksums: Sequence[int]) -> list[int]:

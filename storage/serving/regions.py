@@ -273,9 +273,10 @@ def read_descriptors(packed: bytes, blocks: int, pieces: int, block_bytes: int, 
     return table
 
 
-def spread(blocks: Sequence[Block], descriptors: Descriptors) -> tuple[Int64s, Int64s, Int64s]:
-    """(our address, offset in the region, length) of each piece of a pull, i64[blocks * pieces]."""
-    base = np.fromiter((block.memory.address + block.offset for block in blocks), np.int64, len(blocks))
+def spread(blocks: Sequence[Block], descriptors: Descriptors, at: int = 0) -> tuple[Int64s, Int64s, Int64s]:
+    """(our address, offset in the region, length) of each piece of a pull, i64[blocks * pieces]. The pieces are the
+    bytes ``at`` and on of each block."""
+    base = np.fromiter((block.memory.address + block.offset for block in blocks), np.int64, len(blocks)) + at
     offset, length = descriptors[:, :, 0], descriptors[:, :, 1]
     if descriptors.shape[1] == 1:
         return base, offset.ravel(), length.ravel()
@@ -283,9 +284,11 @@ def spread(blocks: Sequence[Block], descriptors: Descriptors) -> tuple[Int64s, I
     return target.ravel(), offset.ravel(), length.ravel()
 
 
-def pull(region: MappedRegion | ProcessRegion, blocks: Sequence[Block], table: Descriptors | FewPieces) -> None:
-    """Copy each block's pieces into its slot. The caller keeps the slots from being reused meanwhile."""
+def pull(
+    region: MappedRegion | ProcessRegion, blocks: Sequence[Block], table: Descriptors | FewPieces, at: int = 0
+) -> None:
+    """Copy each block's pieces into its slot, from byte ``at`` on. The caller keeps the slots from being reused."""
     if isinstance(table, FewPieces):
-        region.pull_few(placed(blocks, table))
+        region.pull_few(placed(blocks, table, at))
     else:
-        region.pull(*spread(blocks, table))
+        region.pull(*spread(blocks, table, at))

@@ -29,7 +29,7 @@ from kvstrata.storage.serving.pieces import FewPieces
 from kvstrata.storage.serving.rail_pulls import Taken
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
-from kvstrata.storage.serving.receiver import digests, mismatched, receive
+from kvstrata.storage.serving.receiver import digests, mismatched, receive, receive_range
 from kvstrata.storage.serving.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
 from kvstrata.storage.tiers.movers import Movers
@@ -96,12 +96,15 @@ class WriteHandlers:
 
     def _write(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Write, frame)
+        if message.nbytes:
+            return self._write_range(connection, frame, message)
         checksums = u64s(message.checksums)
         key = connection.owner.key
         with self._lock:
             reservation = self._state.find_reservation(key, message.reservation)
             if reservation is not None:
-                _check_write(reservation, checksums, frame.raw_bytes)
+                _check_range(reservation, 0, reservation.shelf.entry.block_bytes)
+                _check_sent(reservation, reservation.shelf.entry.block_bytes, frame.raw_bytes, checksums)
                 self._state.start_moving(reservation)
             sequence = self._state.deltas.answer_seq
         if reservation is None:
@@ -110,6 +113,30 @@ class WriteHandlers:
             wrong = receive(connection, reservation.blocks, checksums)
         statuses, sequence = self._received(reservation, checksums, wrong)
         return self._committed(statuses, sequence, self._written_through(reservation, statuses))
+
+    def _write_range(self, connection: ServerConnection, frame: Frame, message: pb.Write) -> Reply:
+        """The next bytes of every block; the last ones come with checksums, and commit."""
+        checksums, key = u64s(message.checksums), connection.owner.key
+        with self._lock:
+            reservation = self._state.find_reservation(key, message.reservation)
+            if reservation is not None:
+                _check_range(reservation, message.at, message.nbytes)
+                last = message.at + message.nbytes == reservation.shelf.entry.block_bytes
+                _check_sent(reservation, message.nbytes, frame.raw_bytes, checksums if last else None)
+                self._state.start_moving(reservation)
+            sequence = self._state.deltas.answer_seq
+        if reservation is None:
+            return self._committed(bytearray(), sequence)
+        with self._moving(reservation):
+            receive_range(connection, reservation, message.nbytes)
+        if last:
+            found = [state.intdigest() for state in reservation.hashing]
+            wrong = [i for i, (digest, expected) in enumerate(zip(found, checksums, strict=True)) if digest != expected]
+            statuses, sequence = self._received(reservation, checksums, wrong)
+            return self._committed(statuses, sequence, self._written_through(reservation, statuses))
+        with self._lock:
+            status = _RESERVED if self._moved(reservation, message.nbytes) else _ABORTED
+        return self._committed(bytearray((status,)) * len(reservation.blocks), sequence)
 
     def _received(
         self, reservation: Reservation, checksums: Sequence[int], wrong: Sequence[int]
@@ -138,8 +165,9 @@ class WriteHandlers:
         key = connection.owner.key
         with self._lock:
             reservation = self._state.find_reservation(key, message.reservation)
-            if reservation is not None and reservation.digests:
-                checksums = reservation.digests
+            if reservation is not None:
+                _check_whole(reservation)
+                checksums = reservation.digests or checksums
             statuses = self._state.commit(key, message.reservation, checksums, message.mask or None, self._clock())
             sequence = self._state.deltas.answer_seq
         durable = self._written_through(reservation, statuses) if reservation is not None else b""
@@ -155,7 +183,8 @@ class WriteHandlers:
 
     def _pull(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Pull, frame)
-        check_touch(connection, self._state, message.reserve)
+        if not message.reservation:
+            check_touch(connection, self._state, message.reserve)
         checksums = u64s(message.checksums)
         releases = u64s(message.reserve.releases)
         key = connection.owner.key
@@ -164,12 +193,16 @@ class WriteHandlers:
             self._pulls.admit(key)
         ask = _ask(message.reserve)
         with self._lock:
-            self._state.release(key, releases)
-            table = self._checked(message, ask, region, checksums)
-            got = self._state.reserve(key, ask, self._clock())
+            if message.reservation:
+                got, table = self._going_on(key, message, region)
+                durable = b""
+            else:
+                self._state.release(key, releases)
+                table = self._checked(message, ask, region, checksums)
+                got = self._state.reserve(key, ask, self._clock())
+                durable = self._present_on_ssd(message.reserve, got.status)
             if got.reservation is not None:
                 self._state.start_moving(got.reservation)
-            durable = self._present_on_ssd(message.reserve, got.status)
         if got.reservation is None:
             return _reserved(got, durable)
         whole = len(got.reservation.blocks) == len(got.status)
@@ -178,7 +211,7 @@ class WriteHandlers:
         if isinstance(region, RailRegion):
             assert self._pulls is not None and not isinstance(wanted, FewPieces)
             with TRACING.span("kvstrata.node.copy"):
-                taken, problem = self._pulls.take(region, got.reservation, wanted)
+                taken, problem = self._pulls.take(region, got.reservation, wanted, message.at)
             if taken is not Taken.ARRIVED:
                 return _not_taken(taken, problem, got, granted, durable)
         expected = checksums if whole else [checksums[i] for i in granted] if checksums else ()
@@ -186,7 +219,7 @@ class WriteHandlers:
             blocks = got.reservation.blocks
             if not isinstance(region, RailRegion):
                 with TRACING.span("kvstrata.node.copy"):
-                    regions.pull(region, blocks, wanted)
+                    regions.pull(region, blocks, wanted, message.at)
             # Without checksums nothing is visible before the writer has heard that its bytes were read: it may have
             # given up and reused them.
             wrong = mismatched(blocks, expected) if expected else ()
@@ -194,7 +227,19 @@ class WriteHandlers:
                 got.reservation.digests = digests(blocks)
         if expected:
             return self._pulled_and_committed(got, granted, expected, wrong, durable)
-        return self._pulled(got, granted, durable)
+        return self._pulled(got, granted, durable, message.nbytes)
+
+    def _going_on(self, key: bytes, message: pb.Pull, region: ClientRegion) -> tuple[Reserved, Descriptors | FewPieces]:
+        """The next range of what an earlier pull reserved, as if it was reserved now; nothing where that has ended."""
+        reservation = self._state.find_reservation(key, message.reservation)
+        if reservation is None:
+            return Reserved(bytearray(), None, self._state.deltas.answer_seq), FewPieces([], 1)
+        if message.checksums or message.hash_here or not message.nbytes:
+            raise InvalidArgument("a range of a reservation's blocks has nbytes, and neither checksums nor hash_here")
+        _check_range(reservation, message.at, message.nbytes)
+        count = len(reservation.blocks)
+        table = regions.read_pieces(message.descriptors, count, message.pieces, message.nbytes, region)
+        return Reserved(bytearray((_RESERVED,)) * count, reservation, self._state.deltas.answer_seq), table
 
     def _checked(
         self, message: pb.Pull, ask: WriteAsk, region: ClientRegion, checksums: Sequence[int]
@@ -203,13 +248,18 @@ class WriteHandlers:
         count = len(ask.hashes) // entry.width
         if checksums and (message.hash_here or len(checksums) != count):
             raise InvalidArgument(f"{len(checksums)} checksums for {count} blocks: one each, or none and hash_here")
-        return regions.read_pieces(message.descriptors, count, message.pieces, entry.block_bytes, region)
+        if message.at or message.nbytes > entry.block_bytes:
+            raise InvalidArgument(f"bytes {message.at} and on, {message.nbytes} of them: the first range begins at 0")
+        if message.nbytes and (checksums or message.hash_here):
+            raise InvalidArgument("a range of blocks is pulled without checksums and without hash_here")
+        nbytes = message.nbytes or entry.block_bytes
+        return regions.read_pieces(message.descriptors, count, message.pieces, nbytes, region)
 
-    def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes) -> Reply:
+    def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes, nbytes: int) -> Reply:
         """The writer commits when it has hashed its bytes, or has heard that this node has."""
         assert got.reservation is not None
         with self._lock:
-            alive = self._moved(got.reservation)
+            alive = self._moved(got.reservation, nbytes)
         if alive:
             return _reserved(got, durable)
         for position in granted:
@@ -270,8 +320,11 @@ class WriteHandlers:
                     self._state.abort(reservation.session, reservation.id, now)
             raise
 
-    def _moved(self, reservation: Reservation) -> bool:
-        self._state.counts.bytes_in += len(reservation.blocks) * reservation.shelf.entry.block_bytes
+    def _moved(self, reservation: Reservation, nbytes: int = 0) -> bool:
+        """Its blocks' next ``nbytes`` have arrived, or all that was left; False when it has ended meanwhile."""
+        nbytes = nbytes or reservation.shelf.entry.block_bytes - reservation.arrived
+        reservation.arrived += nbytes
+        self._state.counts.bytes_in += len(reservation.blocks) * nbytes
         return self._state.moved(reservation, self._clock())
 
     def _committed(self, statuses: bytearray, sequence: int, durable: bytes = b"") -> Reply:
@@ -315,10 +368,28 @@ def _reserved(got: Reserved, durable: bytes = b"", *, held: bool = True) -> Repl
     return reply(Kind.RESERVE_OK, answer)
 
 
-def _check_write(reservation: Reservation, checksums: Sequence[int], raw_bytes: int) -> None:
+def _check_whole(reservation: Reservation) -> None:
+    """Slots hold what was in them before until they are written: another tenant's bytes."""
+    if reservation.arrived < reservation.shelf.entry.block_bytes and not reservation.busy:
+        raise InvalidArgument(
+            f"reservation {reservation.id} was not written whole: send its bytes, or have them pulled, first"
+        )
+
+
+def _check_range(reservation: Reservation, at: int, nbytes: int) -> None:
+    """Ranges come in order, each when the one before it has arrived."""
+    left = reservation.shelf.entry.block_bytes - reservation.arrived
+    if at != reservation.arrived or not 0 < nbytes <= left:
+        raise InvalidArgument(
+            f"{nbytes} bytes from {at} on, of blocks of which {reservation.arrived} have arrived and {left} are to "
+            "come: send ranges in order"
+        )
+
+
+def _check_sent(reservation: Reservation, nbytes: int, raw_bytes: int, checksums: Sequence[int] | None) -> None:
+    """``nbytes`` of every block, and a checksum each where ``checksums`` are to come."""
     blocks = len(reservation.blocks)
-    if len(checksums) != blocks:
+    if checksums is not None and len(checksums) != blocks:
         raise InvalidArgument(f"{len(checksums)} checksums for the {blocks} blocks of a reservation")
-    expected = blocks * reservation.shelf.entry.block_bytes
-    if raw_bytes != expected:
-        raise InvalidArgument(f"{raw_bytes} bytes for {blocks} blocks: expected {expected}")
+    if raw_bytes != blocks * nbytes:
+        raise InvalidArgument(f"{raw_bytes} bytes for {blocks} blocks: expected {blocks * nbytes}")

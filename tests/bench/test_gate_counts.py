@@ -187,6 +187,8 @@ def node_calls(node: Handlers, count: int, chains: list[bytes]) -> dict[str, int
 
     reserved = run("reserve", Kind.RESERVE, [node.reserve(hashes) for hashes in chains])
     numbers = [pb.ReserveOk.FromString(answer).reservation for answer in reserved]
+    for number in numbers:
+        node.written(number)
     run("commit", Kind.COMMIT, [commit(number, count) for number in numbers])
     leased = run("acquire", Kind.ACQUIRE, [node.acquire(hashes) for hashes in chains])
     leases = [array("Q", [pb.AcquireOk.FromString(answer).lease]).tobytes() for answer in leased]

@@ -25,6 +25,7 @@ from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
+from kvstrata.storage import huge_pages
 from tests import command_line
 from tests.e2e.real_pool import READY_S, until
 from tests.e2e.tiered_pool import SSD_SLOT, Tenant, TieredPool
@@ -313,9 +314,13 @@ def test_memory_that_is_sealed_cannot_be_written() -> None:
 
 
 def test_huge_pages_that_are_all_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_HUGEPAGES", tmp_path)
+    monkeypatch.setattr(huge_pages, "RESERVED", tmp_path)
+    monkeypatch.setattr(huge_pages, "TRANSPARENT", tmp_path)
     (row,) = machine.huge_pages()
     assert row.verdict == Verdict.NOT_APPLICABLE
+    (tmp_path / "shmem_enabled").write_text("always within_size [advise] never deny force\n")
+    (row,) = machine.huge_pages()
+    assert row.verdict == Verdict.OK and "transparent" in row.found
     (tmp_path / "nr_hugepages").write_text("512\n")
     (tmp_path / "free_hugepages").write_text("0\n")
     (row,) = machine.huge_pages()

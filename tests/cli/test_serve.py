@@ -249,6 +249,7 @@ def refused(*arguments: str) -> tuple[int, str]:
 def test_loads_by_layer_are_asked_for() -> None:
     default = inspect.signature(serve).parameters["layered_loads"].default
     assert default.value == PoolConfig().layered_loads == "never"
+    assert inspect.signature(serve).parameters["layered_stores"].default is PoolConfig().layered_stores is False
 
 
 def test_a_device_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstrata.engine_adapter.connector import worker_side
+from kvstrata.engine_adapter.connector import layered_store, worker_side
 from kvstrata.engine_adapter.connector.layered import LayeredLoads
+from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide
 from kvstrata.engine_adapter.hashing import BlockHasher
@@ -242,3 +244,59 @@ def test_a_node_that_stands_still_is_waited_for_no_longer_than_a_load_may_take(
         pool.node().signal(signal.SIGCONT)
     counters_are_zero(engine)
     assert engine.stats().connector["loads_layered_failed"] >= 1
+
+
+# ---------------------------------------------------------------- stores beside a step
+
+
+def storing(monkeypatch: pytest.MonkeyPatch, **pool: object) -> EngineConfig:
+    """Of any size: the models of these tests are small."""
+    monkeypatch.setattr(layered_store, "BYTES_MIN", 0)
+    return config(layered_stores=True, **pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_was_stored_beside_the_step_changes_no_token(
+    transport: str,
+    pool: RealPool,
+    plain: list[Prompt],
+    opened: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    salt = f"beside {transport}"
+    writer = opened(storing(monkeypatch, masters=pool.address, transport=transport))
+    assert serve(writer, conversations(), salt) == plain
+    counters_are_zero(writer)
+    wrote = writer.stats().connector
+    assert 0 < wrote["stores_layered"] <= wrote["stores_ended"] and not wrote.get("store_blocks_aborted")
+    reader = opened(config(masters=pool.address, transport=transport, verify="always"))
+    assert serve(reader, conversations(), salt) == plain
+    counters_are_zero(reader)
+    read = reader.stats().connector
+    assert 0 < read["load_tokens"] == read["load_tokens_asked"] and not read.get("load_blocks_corrupt")
+
+
+def test_a_node_that_dies_beside_a_step_changes_no_token(
+    tmp_path: Path,
+    plain: list[Prompt],
+    opened: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of a store: some of its layers are there."""
+    real = RealPool(tmp_path, nodes=1, dram="64MiB")
+    try:
+        engine = opened(storing(monkeypatch, masters=real.address, transport="tcp"))
+        written, killed = LayeredStore.written, threading.Event()
+
+        def kills(one: LayeredStore, part: int, deadline: float) -> bool:
+            if part == 1 and not killed.is_set():
+                killed.set()
+                real.node().signal(signal.SIGKILL)
+            return written(one, part, deadline)
+
+        monkeypatch.setattr(LayeredStore, "written", kills)
+        assert serve(engine, conversations(), "dies") == plain
+        assert killed.is_set()
+        counters_are_zero(engine)
+    finally:
+        real.end()

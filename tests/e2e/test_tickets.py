@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
@@ -318,6 +319,8 @@ def test_the_ids_of_another_session_are_worth_nothing(node: StorageNode) -> None
         thief.call(Kind.ABORT, pb.Abort(reservation=reservation).SerializeToString())
         with pytest.raises(Refused):
             thief.call(Kind.PULL, pull)
-    assert list(pb.CommitOk.FromString(mine.call(Kind.COMMIT, stolen).message).status) == [1]
+    written = pb.Write(reservation=reservation, checksums=xxhash.xxh3_64_intdigest(bytes(SIZE)).to_bytes(8, "little"))
+    done = mine.call(Kind.WRITE, written.SerializeToString(), raw=[memoryview(bytes(SIZE))])
+    assert list(pb.CommitOk.FromString(done.message).status) == [1]
     for connection in (mine, other, theirs):
         connection.close()

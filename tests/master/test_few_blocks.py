@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.master import metrics as metrics_module
 from kvstrata.master import placement as placement_module
 from kvstrata.master import replies as replies_module
+from kvstrata.master.candidates import Candidate, Candidates, slot_mask
 from kvstrata.master.content.lookups import NO_REASONS, LookedUp
 from kvstrata.master.directory import directory as directory_module
 from kvstrata.master.directory import table as table_module
@@ -23,7 +24,7 @@ from kvstrata.master.directory.directory import Directory, Found, TableKey
 from kvstrata.master.directory.probing import FEW, Keys
 from kvstrata.master.messages import NodeFacts
 from kvstrata.master.metrics import Metrics
-from kvstrata.master.placement import INTENT_S, Candidate, Placed, Placement
+from kvstrata.master.placement import INTENT_S, Placed, Placement
 from kvstrata.master.replies import lookup_ok, place_ok
 
 SCOPE = np.array([[3, 9]], dtype=np.uint64)
@@ -56,7 +57,7 @@ def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float
         now += elapsed
         keys = keys_of([number for number, _ in blocks])
         present = np.array([code for _, code in blocks], dtype=np.uint16)
-        candidates = [Candidate(slot, f"host{slot % 2}", 50 + slot, 100) for slot in sorted(slots)]
+        candidates = Candidates.of([Candidate(slot, f"host{slot % 2}", 50 + slot, 100) for slot in sorted(slots)])
         given_few = few.place(keys, SCOPE, present, candidates, "host1", now, writer)
         with as_many(placement_module, table_module):
             given_many = many.place(keys, SCOPE, present, candidates, "host1", now, writer)
@@ -64,7 +65,8 @@ def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float
         assert given_few.codes.tolist() == given_many.codes.tolist()
         assert given_few.states.tolist() == given_many.states.tolist()
         assert dict(given_few.new_blocks()) == new
-        assert few.in_flight(keys, SCOPE, slots, now).tolist() == many.in_flight(keys, SCOPE, slots, now).tolist()
+        mask = slot_mask(slots)
+        assert few.in_flight(keys, SCOPE, mask, now).tolist() == many.in_flight(keys, SCOPE, mask, now).tolist()
         if arrives:
             few.fulfilled(keys, SCOPE)
             many.fulfilled(keys, SCOPE)

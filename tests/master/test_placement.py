@@ -9,17 +9,9 @@ import numpy as np
 import pytest
 
 from kvstrata.master import placement as placement_module
+from kvstrata.master.candidates import Candidate, Candidates, ramp_at, slot_mask
 from kvstrata.master.directory.probing import Keys
-from kvstrata.master.placement import (
-    INTENT_S,
-    RUN_BLOCKS,
-    STRIPE_NODES_MAX,
-    Candidate,
-    Placed,
-    Placement,
-    ramp_at,
-    writer_tag,
-)
+from kvstrata.master.placement import INTENT_S, RUN_BLOCKS, STRIPE_NODES_MAX, Placed, Placement, writer_tag
 from kvstrata.proto.status import PlaceState
 
 GIB = 1 << 30
@@ -45,7 +37,7 @@ def place(
     writer: int = 0,
 ) -> Placed:
     known = np.zeros(len(keys), dtype=np.uint16) if present is None else present
-    return placement.place(keys, scope, known, nodes, boot_id, now, writer)
+    return placement.place(keys, scope, known, Candidates.of(nodes), boot_id, now, writer)
 
 
 def share_by_slot(nodes: list[Candidate], calls: int = 250, boot_id: str = "") -> dict[int, float]:
@@ -94,8 +86,8 @@ def test_the_writer_of_an_intent_is_sent_to_the_same_node_again() -> None:
 def test_a_lapsed_intent_holds_up_nobody_however_late_it_is_looked_at(later: float) -> None:
     placement, keys = Placement(random.Random(0)), keys_for(10)
     place(placement, keys, [node(16382)], writer=511)
-    assert placement.in_flight(keys, SCOPE, {16382}, 100.0 + INTENT_S / 2).all()
-    assert not placement.in_flight(keys, SCOPE, {16382}, 100.0 + later).any()
+    assert placement.in_flight(keys, SCOPE, slot_mask({16382}), 100.0 + INTENT_S / 2).all()
+    assert not placement.in_flight(keys, SCOPE, slot_mask({16382}), 100.0 + later).any()
     assert set(place(placement, keys, [node(16382)], now=100.0 + later, writer=1).states.tolist()) == {PlaceState.NEW}
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.master import messages as m
 from kvstrata.master.tenants.division import GRAIN_MIN, Claim, divide
+from kvstrata.master.tenants.ledger import UNLIMITED
 from kvstrata.master.tenants.quotas import LEAVING_S, LONG_GONE_S
 from kvstrata.master.tenants.share_mail import TTL_MS
 from kvstrata.proto.status import Tier
@@ -417,6 +418,7 @@ def test_a_report_under_shares_of_another_master_confirms_nothing(revision: int)
 NODES = {"a": (1000 * MIB, 2000 * MIB), "b": (1000 * MIB, 0), "c": (500 * MIB, 500 * MIB)}
 SALTS = ("s", "u")
 NODE = st.sampled_from(sorted(NODES))
+NODE_IDS = tuple(sorted(NODES))
 ANY_SALT = st.sampled_from(SALTS)
 LIMIT = st.none() | st.integers(0, 2500).map(lambda mib: mib * MIB)
 
@@ -524,11 +526,22 @@ class Shares(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.world.quotas.check()
+        self.what_placement_goes_by()
         for (tier, salt), bound in self.bound.items():
             limit, out = self.limit(tier, salt), self.world.may_use(tier, salt)
             if limit is not None:
                 assert out <= max(limit, bound), f"{salt} in {tier.name}: {out} of {limit} (or {bound})"
                 self.bound[tier, salt] = max(limit, min(bound, out))
+
+    def what_placement_goes_by(self) -> None:
+        """Rooms are remembered from one step to the next, and are what they would be if they were not."""
+        for salt in SALTS:
+            rooms = self.world.quotas.rooms(salt)
+            along = self.world.quotas.rooms_along(salt, NODE_IDS)
+            assert (along is None) == (not self.world.quotas._of(salt, Tier.DRAM).limited)
+            if along is not None:
+                shares = [rooms[name].share if name in rooms else UNLIMITED for name in NODE_IDS]
+                assert along.share.tolist() == shares
 
     def teardown(self) -> None:
         """Once all is well again, all of the limit is there."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstrata.master.directory import probing
 from kvstrata.master.directory import table as table_module
-from kvstrata.master.directory.probing import FEW, Keys, Remap, Values
+from kvstrata.master.directory.probing import FEW, Keys, Remap, SlotArray, Values
 from kvstrata.master.directory.table import BEGIN, CAPACITY_MIN, Cursor, Table
 from kvstrata.proto.folding import fold
 
@@ -168,6 +168,28 @@ def test_equal_keys_in_one_batch_the_last_wins_and_count_once() -> None:
     table.put(keys, np.arange(1, 151, dtype=np.uint32))
     assert table.live == 3
     assert table.find(keys[::50]).tolist() == [50, 100, 150]
+
+
+@pytest.mark.parametrize("left_few", [0, 3, 1000])
+@settings(max_examples=15)
+@given(batches=st.lists(st.lists(st.integers(0, 90), max_size=70), max_size=5))
+def test_what_is_left_of_a_batch_is_found_and_put_key_by_key(left_few: int, batches: list[list[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probing, "LEFT_FEW", left_few)
+        slots, known = SlotArray(256), dict[int, int]()
+        for numbers in batches:
+            new = [number for number in numbers if number not in known]
+            values = np.arange(len(known) + 1, len(known) + 1 + len(new), dtype=np.uint32)
+            added, without = slots.insert(keys_of(new), values)
+            known |= zip(new, values.tolist(), strict=True)
+            assert added == len(set(new)) and not without.size
+            slots.check()
+            where = slots.locate(keys_of(numbers))
+            assert slots.value[where].tolist() == [known[number] for number in numbers]
+            gone = sorted({number for number in numbers if number % 5 == 0})
+            slots.set(slots.locate(keys_of(gone)), np.zeros(len(gone), dtype=np.uint32))
+            assert all(known.pop(number) for number in gone)
+            assert (slots.locate(keys_of(list(range(91)))) >= 0).tolist() == [number in known for number in range(91)]
 
 
 @pytest.mark.parametrize("batch", [100, FEW])

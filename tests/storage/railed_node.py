@@ -122,6 +122,22 @@ class Writer:
         answer = expect(pb.ReserveOk, reply, Kind.RESERVE_OK)
         return self.committed(answer) if hash_here and commit and answer.reservation else answer
 
+    def pull_range(self, numbers: Sequence[int], at: int, nbytes: int, reservation: int = 0) -> pb.ReserveOk:
+        """Bytes ``at`` to ``at + nbytes`` of the blocks; the first range reserves."""
+        table = [(self.numbers.index(number) * BLOCK_BYTES + at, nbytes) for number in numbers]
+        reserve = pb.Reserve(ns=self.handle, hashes=keys(list(numbers)), deadline_ms=1000)
+        message = pb.Pull(
+            reserve=None if reservation else reserve,
+            region=1,
+            descriptors=np.array(table, np.int64).tobytes(),
+            pieces=1,
+            reservation=reservation,
+            at=at,
+            nbytes=nbytes,
+        )
+        reply = self.connection.call(Kind.PULL, message.SerializeToString())
+        return expect(pb.ReserveOk, reply, Kind.RESERVE_OK)
+
     def committed(self, answer: pb.ReserveOk) -> pb.ReserveOk:
         """The answer after a commit without checksums of the writer's own."""
         granted = [i for i, status in enumerate(answer.status) if status == BlockStatus.RESERVED]

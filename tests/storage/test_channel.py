@@ -158,6 +158,16 @@ def write(connection: Connection, reservation: int, data: bytes, checksums: list
     return list(expect(pb.CommitOk, frame, Kind.COMMIT_OK).status)
 
 
+def test_what_was_in_a_slot_before_is_not_published(raw: Connection, running: StorageNode) -> None:
+    """A commit without the bytes would show its writer those of whoever had the slot before."""
+    number = reserve(raw, range(1)).reservation
+    commit = pb.Commit(reservation=number, checksums=bytes(8)).SerializeToString()
+    with pytest.raises(InvalidArgument, match="not written"):
+        raw.call(Kind.COMMIT, commit)
+    data = payload(keys([0]), 0, 5000)
+    assert write(raw, number, data, [xxhash.xxh3_64_intdigest(data)]) == [BlockStatus.STORED]
+
+
 def digests(data: bytes) -> list[int]:
     return [xxhash.xxh3_64_intdigest(data[start : start + 5000]) for start in range(0, len(data), 5000)]
 

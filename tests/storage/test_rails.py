@@ -311,6 +311,32 @@ def test_what_does_not_settle_is_pending_never_stored_and_its_slots_come_back(
     other.close()
 
 
+def test_a_pull_in_ranges(node: StorageNode, engine: FakeEngine, writer: Writer) -> None:
+    numbers, half = range(4), BLOCK_BYTES // 2
+    first = writer.pull_range(numbers, 0, half)
+    assert list(first.status) == [RESERVED] * 4 and first.reservation
+    with pytest.raises(InvalidArgument, match="not written whole"):
+        writer.commit(first.reservation, numbers)
+    with pytest.raises(InvalidArgument, match="in order"):
+        writer.pull_range(numbers, 0, half, first.reservation)
+    again = writer.pull_range(numbers, half, BLOCK_BYTES - half, first.reservation)
+    assert again.reservation == first.reservation and list(again.status) == [RESERVED] * 4
+    assert writer.commit(first.reservation, numbers) == [STORED] * 4
+    assert writer.read(numbers) == [payload(keys([number]), 0, BLOCK_BYTES) for number in numbers]
+    assert writer.pull_range(numbers, half, 1, 99).reservation == 0, "it has ended"
+
+
+def test_a_range_that_does_not_arrive_ends_the_reservation(
+    node: StorageNode, engine: FakeEngine, writer: Writer
+) -> None:
+    first = writer.pull_range(range(4), 0, 64)
+    engine.behave = failing
+    with pytest.raises(Unavailable, match="the rail failed"):
+        writer.pull_range(range(4), 64, BLOCK_BYTES - 64, first.reservation)
+    assert len(node.state.reservations) == 0
+    assert writer.pull_range(range(4), 64, BLOCK_BYTES - 64, first.reservation).reservation == 0
+
+
 def test_a_late_pull_outlives_its_session(node: StorageNode, engine: FakeEngine, writer: Writer) -> None:
     engine.behave = posted
     writer.pull(range(4), deadline_ms=1)

@@ -21,6 +21,9 @@ BLOCK = 32  #: tokens; vLLM on a CPU wants multiples of it
 START_S = 240.0
 ANSWER_S = 120.0
 
+#: Counters of the connector that say that the pool was not asked, or not in time.
+AWAY = ("pool_lost", "lookups_absent", "lookups_late")
+
 Prompt = list[int]
 
 #: One thread an engine, no usage reports, no model hub: engines share a small machine and have no network.
@@ -39,6 +42,14 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Lora(NamedTuple):
+    """An adapter as vLLM is asked for it."""
+
+    name: str
+    number: int
+    path: str
 
 
 class Answer(NamedTuple):
@@ -102,17 +113,43 @@ class VllmEngine:
             raise
 
     def generate(
-        self, prompts: Sequence[Prompt], max_tokens: int = 8, salt: str = "", abort_while_loading: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        salt: str = "",
+        abort_while_loading: bool = False,
+        adapter: Lora | None = None,
+        sound_seed: int | None = None,
     ) -> Answer:
-        """All at once, greedily."""
+        """All at once, greedily. ``sound_seed``: of the random sound that all of them have."""
         asked = {
             "op": "generate",
             "prompts": list(prompts),
             "max_tokens": max_tokens,
             "salt": salt,
             "abort_while_loading": abort_while_loading,
+            "adapter": adapter,
+            "sound_seed": sound_seed,
         }
         return Answer(**self._ask(asked, ANSWER_S))
+
+    def generate_with_pool(self, prompts: Sequence[Prompt], **asked: Any) -> Answer:
+        """As :meth:`generate`, and once more where the pool was away meanwhile: on a busy machine it may seem so. The
+        engine keeps nothing in between, and all that it stores is stored at the end."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            before = self.counters()
+            answer = self.generate(prompts, **asked)
+            self.settle()
+            after = self.counters()
+            if after["pool_ready"] and all(before[name] == after[name] for name in AWAY):
+                return answer
+            assert time.monotonic() < deadline, after
+            self.forget()
+
+    def groups(self) -> list[tuple[str, int]]:
+        """Of each KV cache group: vLLM's name of what its layers attend to, and how many they are."""
+        return [(kind, int(layers)) for kind, layers in self._ask({"op": "groups"}, ANSWER_S)]
 
     def settle(self) -> None:
         """Wait until nothing holds a block; a block that stays taken fails the test."""
@@ -124,7 +161,8 @@ class VllmEngine:
         assert self._ask({"op": "forget"}, ANSWER_S)["done"]
 
     def metrics(self) -> dict[str, float]:
-        return self._ask({"op": "metrics"}, ANSWER_S)
+        found: dict[str, float] = self._ask({"op": "metrics"}, ANSWER_S)
+        return found
 
     def wait_attached(self) -> None:
         """Until the pool answers its lookups: an engine that is just starting takes what it cannot ask for a miss."""
@@ -138,7 +176,8 @@ class VllmEngine:
 
     def counters(self) -> dict[str, float]:
         """Of the connector: see docs/engine.md, ``kvstrata:connector_*``."""
-        return self._ask({"op": "counters"}, ANSWER_S)
+        found: dict[str, float] = self._ask({"op": "counters"}, ANSWER_S)
+        return found
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -166,7 +205,7 @@ class VllmEngine:
             if stream is not None and not stream.closed:
                 stream.close()
 
-    def _ask(self, command: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask(self, command: dict[str, Any], seconds: float) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
@@ -180,8 +219,7 @@ class VllmEngine:
                 if not part:
                     raise AssertionError(self._why(command.get("op", "start"), seconds, hung=not ready))
                 data += part
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+        return json.loads(data)
 
     def _why(self, operation: str, seconds: float, *, hung: bool) -> str:
         if hung:

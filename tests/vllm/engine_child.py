@@ -32,11 +32,17 @@ class Engine:
         self._outer: dict[str, str] = {}  # vLLM's own name of a request -> the name that outputs carry
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salt: str = "", abort_while_loading: bool = False
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str = "",
+        abort_while_loading: bool = False,
+        adapter: list[Any] | None = None,
+        sound_seed: int | None = None,
     ) -> dict[str, Any]:
         """All prompts at once, greedily. ``abort_while_loading``: the first is aborted when its load is under way."""
         began = time.perf_counter()
-        names = [self._add(prompt, max_tokens, salt) for prompt in prompts]
+        names = [self._add(prompt, max_tokens, salt, adapter, sound_seed) for prompt in prompts]
         first: dict[str, float] = {}
         outputs: dict[str, Any] = {}
         aborted = False
@@ -57,13 +63,19 @@ class Engine:
             "seconds": time.perf_counter() - began,
         }
 
-    def _add(self, prompt: list[int], max_tokens: int, salt: str) -> str:
+    def _add(
+        self, prompt: list[int], max_tokens: int, salt: str, adapter: list[Any] | None, sound_seed: int | None
+    ) -> str:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         outer = f"request-{len(self._outer)}"
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         asked: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        name: str = self._engine.add_request(outer, asked, parameters)
+        if sound_seed is not None:
+            asked["multi_modal_data"] = {"audio": _sound(sound_seed)}
+        lora = LoRARequest(*adapter) if adapter is not None else None
+        name: str = self._engine.add_request(outer, asked, parameters, lora_request=lora)
         self._outer[name] = outer
         return name
 
@@ -73,6 +85,11 @@ class Engine:
 
         waits = RequestStatus.WAITING_FOR_REMOTE_KVS
         return {name for name, request in self._scheduler.requests.items() if request.status == waits}
+
+    def groups(self) -> list[list[str]]:
+        """Of each KV cache group: what its layers attend to, and how many they are."""
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        return [[type(group.kv_cache_spec).__name__, str(len(group.layer_names))] for group in groups]
 
     def settle(self) -> dict[str, Any]:
         """Step on until every block is free again: loads, saves and aborted requests have let go of theirs."""
@@ -111,6 +128,13 @@ class Engine:
         """What vLLM does when its process ends well: connectors are shut down."""
         self._engine.engine_core.shutdown()
         return {}
+
+
+def _sound(seed: int) -> Any:
+    """Two seconds of noise, and its samples a second."""
+    import numpy as np
+
+    return np.random.default_rng(seed).standard_normal(32_000).astype(np.float32), 16_000
 
 
 def serve(commands: Iterator[str], answers: TextIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ SPECIAL = ("<s>", "</s>")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The default has 1 KiB of float32 KV a token, so that a block of 32 tokens is 32 KiB."""
+    """The default has 1 KiB of float32 KV a token, so that a block of 32 tokens is 32 KiB.
+
+    ``window``: tokens that every other layer attends to, from the first on; 0: all layers attend to everything."""
 
     hidden: int = 64
     layers: int = 2
@@ -25,13 +28,23 @@ class Shape:
     head_dim: int = 32
     intermediate: int = 128
     positions: int = 16_384
+    window: int = 0
 
 
 def make_model(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
     """Write ``config.json``, ``model.safetensors`` and a tokenizer; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
+    save_file(llama_weights(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder / "config.json", llama_config(shape))
+    write_tokenizer(folder, shape)
+    return folder
+
+
+def llama_config(shape: Shape) -> dict[str, object]:
+    """As in ``config.json``."""
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
+    windows = {"sliding_window": shape.window, "layer_types": kinds} if shape.window else {}
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -50,10 +63,12 @@ def make_model(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
         "torch_dtype": "float32",
         "bos_token_id": 0,
         "eos_token_id": 1,
-    }
-    _write(folder / "config.json", config)
+    } | windows
+
+
+def write_tokenizer(folder: Path, shape: Shape, special: Sequence[str] = SPECIAL) -> None:
     _write(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    _tokenizer(special).save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",
         {
@@ -64,10 +79,9 @@ def make_model(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
             "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
         },
     )
-    return folder
 
 
-def _weights(shape: Shape, seed: int) -> dict[str, np.ndarray]:
+def llama_weights(shape: Shape, seed: int) -> dict[str, np.ndarray]:
     """Scaled so that attention is peaked and logits are far apart: greedy tokens then depend on the whole prefix."""
     draw = np.random.default_rng(seed)
 
@@ -97,7 +111,7 @@ def _weights(shape: Shape, seed: int) -> dict[str, np.ndarray]:
     return weights
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(special: Sequence[str]) -> Tokenizer:
     """A token a byte, and filler up to the vocabulary, so that every token has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [*SPECIAL, *alphabet]
@@ -105,7 +119,7 @@ def _tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 

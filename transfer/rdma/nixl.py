@@ -206,8 +206,10 @@ def ucx_environment(rails: Rails, environment: Mapping[str, str], nvidia: Path) 
     """What is to be added to ``environment``; what the user has set stays.
 
     Standard output is the program's: UCX would log there. Transports for cma are a list, which no option can spell.
+    UCX's module for EFA takes libefa, and with it a second libnl, from the system where there is one: a process with
+    both dies of SIGSEGV when it ends.
     """
-    told = {"UCX_LOG_FILE": "stderr"}
+    told = {"UCX_LOG_FILE": "stderr", "UCX_MODULES": "^efa"}
     if rails.kind == "cma":
         told["UCX_TLS"] = CMA_TRANSPORTS + (CUDA_TRANSPORTS if nvidia.exists() else "")
     return {name: value for name, value in told.items() if name not in environment}

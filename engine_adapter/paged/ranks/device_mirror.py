@@ -79,6 +79,9 @@ class DeviceMirror:
             self._copied[job.job_id] = self._copied.get(job.job_id, 0) + 1
         return True
 
+    def layer_written(self, layer: int) -> None:
+        """Stores wait for the end of the step, when their blocks are copied."""
+
     def forward_ended(self) -> None:
         """What the step's stores are of is in host memory before they may begin."""
         stores, self._stores = self._stores, []

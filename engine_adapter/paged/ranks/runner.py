@@ -75,10 +75,16 @@ class ModelRunner:
         self._running: dict[str, _Running] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def execute(self, output: SchedulerOutput, wait_layer: Callable[[int], bool] | None = None) -> ModelRunnerOutput:
+    def execute(
+        self,
+        output: SchedulerOutput,
+        wait_layer: Callable[[int], bool] | None = None,
+        layer_written: Callable[[int], object] | None = None,
+    ) -> ModelRunnerOutput:
         """Compute the step's tokens; sample for every request whose last known token was among them.
 
         ``wait_layer``, of :class:`WorkerSide`: before each layer's KV is read; its time does not count as computing.
+        ``layer_written``: when each layer's KV is written.
         """
         self._update(output)
         if not output.num_scheduled_tokens:
@@ -92,22 +98,30 @@ class ModelRunner:
         ]
         batch = build_batch(parts, self._tables, self._layer_group, common)
         started = self._clock()
-        if wait_layer is None:
-            logits, waited = self._model.forward(batch, self._kv), 0.0
+        if wait_layer is not None:
+            logits, waited = self._forward_beside_loads(batch, wait_layer, layer_written)
+        elif layer_written is not None:
+            written = layer_written
+            logits = self._model.forward(batch, self._kv, lambda layer: written(self._layer_slot[layer]))
+            waited = 0.0
         else:
-            logits, waited = self._forward_beside_loads(batch, wait_layer)
+            logits, waited = self._model.forward(batch, self._kv), 0.0
         seconds = self._clock() - started - waited
         for part in parts:
             self._running[part.request_id].num_computed_tokens = part.end
         tokens, logprobs = self._sample([part.request_id for part in parts if part.samples], logits)
         return ModelRunnerOutput(step_id=output.step_id, sampled=tokens, logprobs=logprobs, compute_s=seconds)
 
-    def _forward_beside_loads(self, batch: Batch, wait_layer: Callable[[int], bool]) -> tuple[F32, float]:
+    def _forward_beside_loads(
+        self, batch: Batch, wait_layer: Callable[[int], bool], layer_written: Callable[[int], object] | None
+    ) -> tuple[F32, float]:
         """Logits, and the seconds of waiting."""
         waited = 0.0
 
         def wait(layer: int) -> None:
             nonlocal waited
+            if layer_written is not None:
+                layer_written(self._layer_slot[layer])
             started = self._clock()
             wait_layer(self._layer_slot[layer])
             waited += self._clock() - started

@@ -54,6 +54,7 @@ class Worker:
             self.kv = KVMemory(self.shape.kv_config, memory if arrays.on_host else None, arrays)
             if self._connector is not None and memory is not None and not arrays.on_host:
                 self._connector = DeviceMirror(self._connector, self.shape.layout, memory, self.kv.buffer, arrays)
+            self._by_layer = config.pool.layered_stores and arrays.on_host
             self._runner = ModelRunner(
                 model, self.shape.kv_config, self.kv.layers, max_num_seqs=config.step.max_num_seqs
             )
@@ -63,12 +64,14 @@ class Worker:
         """One step: loads begin, tokens are computed, stores begin; and the outcomes that there are by now."""
         if self._connector is None:
             return self._runner.execute(output)
-        wait_layer = None
+        wait_layer = layer_written = None
         if output.connector_meta is not None:
             self._connector.start(output.connector_meta)
             if any(job.layered for job in output.connector_meta.loads):
                 wait_layer = self._connector.wait_layer
-        result = self._runner.execute(output, wait_layer)
+            if self._by_layer and output.connector_meta.stores:
+                layer_written = self._connector.layer_written
+        result = self._runner.execute(output, wait_layer, layer_written)
         self._connector.forward_ended()
         return ModelRunnerOutput(
             step_id=result.step_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class StoreCall:
     parent: bytes | None
     first_index: int
     epoch: int
+    parts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -167,9 +169,15 @@ class ScriptedClient:
         blocks: BlockView,
         parent: bytes | None,
         first_index: int,
+        *,
+        parts: Sequence[int] = (),
+        written: Callable[[int, float], bool] | None = None,
     ) -> StoreResult:
-        self.stores.append(StoreCall(hashes, parent, first_index, namespace.epoch))
+        self.stores.append(StoreCall(hashes, parent, first_index, namespace.epoch, tuple(parts)))
         self.storing.through()
+        if written is not None and not all(written(k, time.monotonic() + WAIT_S) for k in range(len(parts))):
+            aborted = np.full(len(hashes) // namespace.hash_bytes, BlockStatus.ABORTED, np.uint8)
+            return StoreResult.of(aborted, 0.0, 0)
         if self.fails is not None:
             raise self.fails
         if namespace.epoch != self.epoch:

@@ -616,7 +616,7 @@ def test_any_jobs_and_any_answers_give_one_true_outcome_each(
         assert len(outcome.done) == len(answers) == sum(outcome.reasons.values())
         good = bytes(answer is BlockStatus.LOADED for answer in answers)
         tried = len(answers) if not is_load else len(outcome.done.rstrip(b"\0"))
-        if is_load or outcome.reasons.get("stored"):
+        if is_load or set(outcome.reasons) <= {"stored", "full"}:  # others may make the pool absent half-way
             assert outcome.done[:tried] == good[:tried], "done says what the pool said"
         assert all(done <= there for done, there in zip(outcome.done, good, strict=True))
     engine.close()

@@ -93,6 +93,15 @@ class ModelConfig:
 
 
 @dataclass
+class Lora:
+    """``vllm.lora.request.LoRARequest``, as far as it is read."""
+
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+
+@dataclass
 class Request:
     """``vllm.v1.request.Request``, as far as it is read."""
 
@@ -101,6 +110,7 @@ class Request:
     num_prompt_tokens: int
     block_hashes: list[bytes]
     cache_salt: str | None = None
+    lora_request: Lora | None = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool | None = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, ConnectorOutput, JobKind, JobOutcome, PoolState
@@ -13,7 +15,7 @@ from kvstrata.engine_adapter.vllm.messages import RankReport, StepMeta, decode_m
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.proto.errors import InvalidArgument
 from tests.engine_adapter.connector.scheduler_fakes import HASH_BYTES, Clock, FakeLookups, full_layout
-from tests.engine_adapter.vllm.stand_ins import BlockPool, BlockState, Request, SchedulerOutput
+from tests.engine_adapter.vllm.stand_ins import BlockPool, BlockState, Lora, Request, SchedulerOutput
 
 TOKENS = 4  # in a block
 
@@ -229,3 +231,18 @@ def test_a_rank_without_news_is_still_refused_by_the_pool() -> None:
     at.planner.update_connector_output({0: said, 1: said})
     at.planner.update_connector_output({1: encode(RankReport(output=ConnectorOutput()))})
     assert at.planner.stats()["weights_superseded"] == 1
+
+
+def test_what_one_adapter_computed_is_looked_up_and_stored_under_keys_of_its_own(tmp_path: Path) -> None:
+    at = Scheduling()
+    for number, name in enumerate(("a", "b"), 1):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+        request = at.request(name, lora_request=Lora(number, str(tmp_path / name)))
+        at.tables[name] = ([20 + number, 30 + number, 40 + number, 50 + number, 60 + number],)
+        at.answer(4)
+        assert at.planner.get_num_new_matched_tokens(request, 0) == (0, False), "of the base model, or another adapter"
+        (store,) = at.step((request, 8))[1].stores
+        assert len(store.groups[0].hashes) == 2 * HASH_BYTES
+    first, second = ("".join(map(bytes.hex, asked.hashes)) for asked in at.lookups.asked)
+    assert len(first) == len(second) == 2 * 4 * HASH_BYTES and first != second

@@ -150,7 +150,7 @@ def test_what_the_user_tells_ucx_stays(tmp_path: Path) -> None:
     told = nixl.ucx_environment(cma, {}, none)
     assert "cma" in told["UCX_TLS"].split(",") and "cuda" not in told["UCX_TLS"] and told["UCX_LOG_FILE"] == "stderr"
     assert "cuda_copy" in nixl.ucx_environment(cma, {}, tmp_path)["UCX_TLS"].split(",")
-    assert nixl.ucx_environment(cma, {"UCX_TLS": "all", "UCX_LOG_FILE": "x"}, tmp_path) == {}
+    assert nixl.ucx_environment(cma, {"UCX_TLS": "all", "UCX_LOG_FILE": "x", "UCX_MODULES": "all"}, tmp_path) == {}
     assert "UCX_TLS" not in nixl.ucx_environment(Rails("rdma"), {}, none)
 
 
