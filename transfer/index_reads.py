@@ -70,7 +70,7 @@ class IndexReads:
     # ------------------------------------------------------------------ what may be read
 
     def learn(self, request: Fetch, scope: int) -> None:
-        """The answer to a request named the tenant's scope: its blocks can be found from here on. May ask for the index."""
+        """The answer to a request named the tenant's scope: its blocks are found from here on. May map the index."""
         if not scope or self._refused:
             return
         tenant = (request.namespace, request.salt, request.epoch)

@@ -9,18 +9,18 @@ is gone. What finds no place in its two buckets is not in the index, and is read
 from __future__ import annotations
 
 import heapq
-import mmap
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from kvstrata.proto.logs import get_logger
 from kvstrata.storage.records import VISIBLE, Block, Shelf
-from kvstrata.storage.sealed_memory import SealedMemory
+from kvstrata.storage.serving.index_memory import IndexMemory, PrivateMemory
+from kvstrata.storage.serving.index_table import COUNT, DIGEST, Table
 from kvstrata.transfer import index_layout as layout
-from kvstrata.transfer.index_layout import BUCKET_BYTES, BUCKET_ROWS, ROW, ROW_WORDS, U64s
+from kvstrata.transfer.index_layout import BUCKET_BYTES, BUCKET_ROWS, ROW, ROW_WORDS
 
 log = get_logger(__name__)
 
@@ -34,85 +34,8 @@ FULL: Final = 0.5
 #: Fewer blocks than this are entered one by one: arrays take some time to begin.
 FEW: Final = 16
 
-#: Of a bucket's bits: how many are set, and the lowest that is not.
-_COUNT: Final = bytes(bits.bit_count() for bits in range(1 << BUCKET_ROWS))
-_FREE: Final = bytes((~bits & bits + 1).bit_length() - 1 for bits in range(1 << BUCKET_ROWS))
-
 _TABLE_BITS: Final = 4
-_DIGEST: Final = ROW_WORDS - 1
-assert layout.TABLES_MAX <= 1 << _TABLE_BITS and BUCKET_ROWS == 8
-
-
-class IndexMemory(Protocol):
-    """Zeroed memory of the index. ``share_fd`` is -1 where it cannot be handed out."""
-
-    view: memoryview
-    share_fd: int
-    nbytes: int
-
-    def close(self) -> None: ...
-
-
-class PrivateMemory:
-    """Of this process alone: for state that no client maps."""
-
-    share_fd = -1
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._mapping = mmap.mmap(-1, nbytes)
-        self.view = memoryview(self._mapping)
-
-    def close(self) -> None:
-        self.view.release()
-        self._mapping.close()
-
-
-def shared_memory(nbytes: int) -> SealedMemory:
-    """Of a memfd that clients map. Its pages come as they are used. Raises :class:`OSError`."""
-    return SealedMemory("kvstrata-index", nbytes)
-
-
-class _Table:
-    """Tags and rows of one piece of memory, as words."""
-
-    def __init__(self, memory: IndexMemory) -> None:
-        self.memory = memory
-        self.buckets = memory.nbytes // BUCKET_BYTES
-        self.mask = self.buckets - 1
-        self.rows_at = 8 * BUCKET_ROWS * self.buckets
-        self.bytes = memory.view
-        self.tags = memory.view[: self.rows_at].cast("Q")
-        self.words = memory.view[self.rows_at :].cast("Q")
-        self.taken = bytearray(self.buckets)  #: a bit for each row of a bucket
-
-    def take(self, spread: int) -> int:
-        """An empty row of the emptier of two buckets, which is taken from here on; -1 when both are full."""
-        taken, bucket, other = self.taken, spread & self.mask, spread >> 32 & self.mask
-        if _COUNT[taken[other]] < _COUNT[taken[bucket]]:
-            bucket = other
-        rows = taken[bucket]
-        free = _FREE[rows]
-        if free == BUCKET_ROWS:
-            return -1
-        taken[bucket] = rows | 1 << free
-        return bucket * BUCKET_ROWS + free
-
-    def give_back(self, row: int) -> None:
-        """The row is empty."""
-        self.words[row * ROW_WORDS + _DIGEST] = 0
-        self.tags[row] = 0
-        self.taken[row >> 3] ^= 1 << (row & 7)
-
-    def write(self, rows: list[int], words: U64s, tags: U64s) -> None:
-        """Rows that were taken, and then their tags."""
-        np.frombuffer(self.words, np.uint64).reshape(-1, ROW_WORDS)[rows] = words
-        np.frombuffer(self.tags, np.uint64)[rows] = tags
-
-    def close(self) -> None:
-        self.tags.release()
-        self.words.release()
-        self.memory.close()
+assert layout.TABLES_MAX <= 1 << _TABLE_BITS
 
 
 class Published:
@@ -127,7 +50,7 @@ class Published:
         self._first_buckets = _power_of_two(2 * arena_bytes // BLOCK_BYTES_FIRST // BUCKET_ROWS)
         self._head = allocate(layout.HEAD_BYTES)
         self._words = self._head.view.cast("Q")
-        self.tables: list[_Table] = []
+        self.tables: list[Table] = []
         self.rows = 0  #: that there are
         self.blocks = 0  #: rows that are taken
         self.crowded = 0  #: blocks that found no place
@@ -208,7 +131,7 @@ class Published:
         rows[:, 4] = np.frombuffer(array("Q", [block.generation for block in blocks]), np.uint64)
         rows[:, 5] = np.frombuffer(array("Q", [block.checksum for block in blocks]), np.uint64)
         rows[:, 6] = scope
-        rows[:, _DIGEST] = layout.digests_of(rows)
+        rows[:, DIGEST] = layout.digests_of(rows)
         spread = layout.spread_all(keys, scope)
         taken: dict[int, tuple[list[int], list[int]]] = {}  # table -> its rows, and the blocks that they are for
         for at, (block, each) in enumerate(zip(blocks, spread.tolist(), strict=True)):
@@ -254,7 +177,7 @@ class Published:
             self._grows = False
             log.warning("the shared index stays as it is", rows=self.rows, reason=error.strerror or str(error))
             return
-        self.tables.append(_Table(memory))
+        self.tables.append(Table(memory))
         self.rows += buckets * BUCKET_ROWS
         self._words[layout.WORD_TABLES] = len(self.tables)
 
@@ -299,14 +222,14 @@ class Published:
             tags = np.frombuffer(table.tags, np.uint64).reshape(-1, BUCKET_ROWS) != 0
             taken = np.packbits(tags, axis=1, bitorder="little").tobytes()
             assert taken == table.taken, "rows that are taken have no tag, or others have one"
-        assert sum(_COUNT[each] for table in self.tables for each in table.taken) == self.blocks, "a row of no block"
+        assert sum(COUNT[each] for table in self.tables for each in table.taken) == self.blocks, "a row of no block"
         for place, block in named.items():
             self._check_row(self.tables[place & (1 << _TABLE_BITS) - 1], place >> _TABLE_BITS, block)
         used = self._words[layout.HEAD_WORDS : layout.HEAD_WORDS + self._scopes_used]
         scopes = [word for word in used if word]
         assert len(scopes) == self._scopes_used - len(self._scopes_free), "scope words are lost"
 
-    def _check_row(self, table: _Table, row: int, block: Block) -> None:
+    def _check_row(self, table: Table, row: int, block: Block) -> None:
         shelf = block.shelf
         fields = ROW.unpack_from(table.bytes, table.rows_at + row * ROW.size)
         low, high, slab, slot, offset, generation, checksum, scope, mixed = fields

@@ -16,7 +16,8 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.records import VISIBLE, Block
 from kvstrata.storage.serving import published as module
-from kvstrata.storage.serving.published import Published, shared_memory
+from kvstrata.storage.serving.index_memory import SharedMemory
+from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState, WriteAsk
 from kvstrata.transfer import index_layout as layout
 from kvstrata.transfer.shared_index import SharedIndex
@@ -57,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.patch.setattr(module, "BLOCK_BYTES_FIRST", 1 << 30)
         self.patch.setattr(module, "FEW", 4)
         self.arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-        self.published = Published(7, self.arena.bytes_total * 8, shared_memory)
+        self.published = Published(7, self.arena.bytes_total * 8, SharedMemory)
         self.state = NodeState(self.arena, published=self.published)
         self.reader = Reader(self.published)
         self.namespaces = [Namespace(f"model-{width}", 512, 16, hash_bytes=width) for width in WIDTHS]
@@ -142,7 +143,7 @@ TestIndex = IndexMachine.TestCase
 def filled() -> Iterator[tuple[Published, SharedIndex, list[Block], int]]:
     """200 blocks of one tenant."""
     arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-    published = Published(7, arena.bytes_total, shared_memory)
+    published = Published(7, arena.bytes_total, SharedMemory)
     state = NodeState(arena, published=published)
     handle, _ = state.open_namespace(Namespace("model", 256, 16))
     got = state.reserve(SESSION, WriteAsk(handle, "", keys(range(200)), deadline_ms=1000), 1.0)
@@ -159,7 +160,7 @@ def filled() -> Iterator[tuple[Published, SharedIndex, list[Block], int]]:
 def test_half_of_another_row_is_no_row(which: int, others: int, words: set[int]) -> None:
     """Whichever words of a row are already those of another block, as a reader may see them on any CPU."""
     arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-    published = Published(7, arena.bytes_total, shared_memory)
+    published = Published(7, arena.bytes_total, SharedMemory)
     try:
         state = NodeState(arena, published=published)
         handle, _ = state.open_namespace(Namespace("model", 256, 16))

@@ -1,4 +1,4 @@
-"""Memory that a node writes and clients on its host may map read-only: a memfd, sealed once the node has mapped it."""
+"""Memory of a node's shared index: a memfd that clients on its host may map read-only, or of the process alone."""
 
 from __future__ import annotations
 
@@ -6,18 +6,43 @@ import contextlib
 import fcntl
 import mmap
 import os
+from typing import Protocol
 
 from kvstrata.storage.slab import SEALS
 
 
-class SealedMemory:
-    """``nbytes`` of zeros, whose pages come as they are first used: ``view`` is the node's own map, ``share_fd`` is what
-    is handed out. Raises :class:`OSError`."""
+class IndexMemory(Protocol):
+    """Zeroed memory of the index. ``share_fd`` is -1 where it cannot be handed out."""
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    view: memoryview
+    share_fd: int
+    nbytes: int
+
+    def close(self) -> None: ...
+
+
+class PrivateMemory:
+    """Of this process alone: for state that no client maps."""
+
+    share_fd = -1
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._mapping = mmap.mmap(-1, nbytes)
+        self.view = memoryview(self._mapping)
+
+    def close(self) -> None:
+        self.view.release()
+        self._mapping.close()
+
+
+class SharedMemory:
+    """A memfd, sealed once the node has mapped it. Its pages come as they are first used. Raises :class:`OSError`."""
+
+    def __init__(self, nbytes: int) -> None:
         self.fd = self.share_fd = -1
         try:
-            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = os.memfd_create("kvstrata-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)
             self._mapping = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
