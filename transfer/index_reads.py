@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from kvstrata.proto.errors import KVError, ProtocolError, Refused
+from kvstrata.proto.errors import KVError, ProtocolError, Refused, Unauthenticated
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 #: Tenants whose scopes are remembered.
 SCOPES_MAX: Final = 4096
-#: How often a client that shows tickets asks whether it may still read; and how long one that was not answered waits.
+#: How often a client that shows tickets asks whether it may still read; and how long it is between two attempts.
 ASK_S: Final = 1.0
 
 _LOADED: Final = int(BlockStatus.LOADED)
@@ -59,6 +59,7 @@ class IndexReads:
         self._tampered = tampered
         self._index: SharedIndex | None = None
         self._refused = False
+        self._wanted = False
         self._ask_at = 0.0
         self._scopes: dict[_Tenant, int] = {}
 
@@ -70,7 +71,7 @@ class IndexReads:
     # ------------------------------------------------------------------ what may be read
 
     def learn(self, request: Fetch, scope: int) -> None:
-        """The answer to a request named the tenant's scope: its blocks are found from here on. May map the index."""
+        """The answer to a request named the tenant's scope: its blocks can be found from here on."""
         if not scope or self._refused:
             return
         tenant = (request.namespace, request.salt, request.epoch)
@@ -79,24 +80,25 @@ class IndexReads:
                 self._scopes.clear()
             self._scopes[tenant] = scope
         index = self._index
-        if (index is None or index.behind or not self._slabs.alive()) and time.monotonic() >= self._ask_at:
-            self._map()
+        self._wanted = index is None or index.behind or not self._slabs.alive()
 
     def upkeep(self) -> None:
-        """Ask again whether this client may read, where that can change."""
-        if self._asks and self._index is not None and time.monotonic() >= self._ask_at:
+        """Map what is wanted; and ask again whether this client may read, where that can change."""
+        wanted = self._wanted or (self._asks and self._index is not None)
+        if wanted and self._link.channel.breaker.closed and time.monotonic() >= self._ask_at:
             self._map()
 
     def _map(self) -> None:
-        self._ask_at = time.monotonic() + ASK_S
+        index, self._ask_at = self._index, time.monotonic() + ASK_S
         try:
-            self._index = self._slabs.map_index(self._index)
-        except (Refused, ProtocolError) as error:
-            self._refused, self._index = True, None
-            log.info("this node is read by asking alone", node=self._link.endpoint.node_id, reason=str(error))
+            self._index = self._slabs.map_index(index)
+            self._wanted = False
         except KVError as error:
             self._index = None
-            log.debug("the shared index was not to be had", node=self._link.endpoint.node_id, reason=str(error))
+            self._refused = isinstance(error, Refused | ProtocolError) and not isinstance(error, Unauthenticated)
+            self._wanted = not self._refused
+            say = log.info if self._refused else log.debug
+            say("a node is asked for each block", node=self._link.endpoint.node_id, reason=str(error))
 
     # ------------------------------------------------------------------ reading
 

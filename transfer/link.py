@@ -53,10 +53,6 @@ class NodeLink:
             handle = self._handles[namespace] = expect(pb.NamespaceHandle, reply, Kind.NAMESPACE_HANDLE).handle
         return handle
 
-    def known_handle(self, namespace: Namespace) -> int | None:
-        """:meth:`handle`, where it was asked for already."""
-        return self._handles.get(namespace)
-
     def reserve(self, request: Push) -> pb.Reserve:
         """The first half of a write, as a message."""
         self.tell_touched()
