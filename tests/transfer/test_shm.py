@@ -27,7 +27,7 @@ from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.server import Reply
 from kvstrata.transfer.sessions import ServerConnection
 from kvstrata.transfer.shm import ShmPeer
-from kvstrata.transfer.slabs import Slab
+from kvstrata.transfer.slabs import Slab, SlabMap
 
 INCARNATION = 7
 LOADED, MISSING = int(BlockStatus.LOADED), int(BlockStatus.MISSING)
@@ -176,3 +176,16 @@ def test_a_view_that_cannot_be_had_gives_its_lease_back(serve: Callable[..., obj
         assert peer.link.take_releases() == (1).to_bytes(8, "little")
     finally:
         peer.close()
+
+
+def test_a_node_that_is_gone_is_known_to_be_before_anything_is_asked(serve: Callable[..., object]) -> None:
+    """Its end of the connection says so, and so its index is not believed any more."""
+    node = serve({}, INCARNATION)
+    slabs = SlabMap(str(node.unix), Identity.new("client"), INCARNATION)  # type: ignore[attr-defined]
+    assert not slabs.alive(), "there is no connection yet"
+    slabs._connected()
+    assert slabs.alive()
+    node.stop()  # type: ignore[attr-defined]
+    assert not slabs.alive()
+    slabs.close()
+    assert not slabs.alive()
