@@ -166,7 +166,7 @@ class IndexReads:
             return loaded
         blocks = request.blocks if count == len(loaded) else request.blocks[found.positions]
         places = Places(found.rows)
-        slabs = self._slabs.ensure({index for index, _ in places.by_slab()})
+        slabs = self._slabs.ensure({slab for slab, _ in places.by_slab()})
         with TRACING.span("kvstrata.copy"):
             copy_into(blocks, places.addresses(slabs, blocks.block_bytes))
         self._tampered(blocks)
