@@ -50,6 +50,8 @@ PING_S: Final = 5.0
 QUIET_S: Final = 10.0
 SETTLED_S: Final = 60.0
 LOOK_S: Final = 0.002
+#: Connections that heartbeats come by.
+BEATERS: Final = 4
 #: Two bursts of heartbeats.
 REST_S: Final = 1.0
 #: How often messages of each kind are sent, in turns.
@@ -114,8 +116,14 @@ class Pool:
         self._address: str = ready["channel"]
         self._connection = self.connect("client")
         self._over = threading.Event()
-        self._beating = threading.Thread(target=heartbeats, args=(self._address, self.nodes, self._over), daemon=True)
-        self._beating.start()
+        # One connection is not enough: a node that is late for its turn is suspected, and what it has is not found.
+        self._beaten: list[list[FakeNode]] = [[] for _ in range(BEATERS)]
+        self._beating = [
+            threading.Thread(target=heartbeats, args=(self._address, nodes, self._over), daemon=True)
+            for nodes in self._beaten
+        ]
+        for thread in self._beating:
+            thread.start()
         opened = self._connection.call(Kind.OPEN_NAMESPACE, pb.OpenNamespace(spec=SPEC).SerializeToString())
         self._handle = expect(pb.NamespaceHandle, opened, Kind.NAMESPACE_HANDLE)
         self._turn = 0
@@ -125,6 +133,7 @@ class Pool:
             node = Node(self._connection.hello, index, self.each)
             node.prepare()
             self.nodes.append(node)
+            self._beaten[index % BEATERS].append(node)
             node.attach()
 
     def connect(self, role: str) -> Connection:
@@ -132,7 +141,8 @@ class Pool:
 
     def close(self) -> None:
         self._over.set()
-        self._beating.join(10)
+        for thread in self._beating:
+            thread.join(10)
         for node in self.nodes:
             node.close()
         self._connection.close()
