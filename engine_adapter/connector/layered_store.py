@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RANGES_MAX: Final = 8
 #: Less than this goes as quickly when the step has ended.
 BYTES_MIN: Final = 8 << 20
+#: A store waits for a step so long at most: its slots are taken meanwhile.
+WAIT_MAX_S: Final = 5.0
 
 
 class LayeredStore:

@@ -57,9 +57,9 @@ class StoresBeside:
         """See :meth:`WorkerSide.layer_written`."""
         opened = self._chosen
         if opened is None:
-            begun = self._begun
-            if begun is not None and begun.writing is not None:
-                begun.writing.layer_written(layer)
+            under_way = self._under_way()
+            if under_way is not None:
+                under_way.layer_written(layer)
             return
         writing = LayeredStore(self._ranges, self._wait_s)
         if not writing.layer_written(layer):
@@ -77,9 +77,9 @@ class StoresBeside:
     def step_ended(self) -> None:
         """All is written."""
         self._chosen = None
-        begun = self._begun
-        if begun is not None and begun.writing is not None:
-            begun.writing.end()
+        under_way = self._under_way()
+        if under_way is not None:
+            under_way.end()
 
     def close(self) -> OpenJob | None:
         """No store begins any more, and the one under way waits for no layer. Returns one that nobody carries out."""
@@ -88,15 +88,19 @@ class StoresBeside:
             left = self._begun if not self._taken else None
             if left is not None:
                 self._begun = None
-            under_way = self._begun
-        if under_way is not None and under_way.writing is not None:
-            under_way.writing.give_up()
+        under_way = self._under_way()
+        if under_way is not None:
+            under_way.give_up()
         return left
 
     def stats(self) -> dict[str, float]:
         """How many began beside a step, and how many of those were made as any other after all, since the start."""
         with self._lock:
             return dict(self._stats)
+
+    def _under_way(self) -> LayeredStore | None:
+        begun = self._begun  # the thread may let go of both
+        return begun.writing if begun is not None else None
 
     def _step(self) -> bool:
         with self._lock:

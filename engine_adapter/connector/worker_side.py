@@ -26,6 +26,7 @@ from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.job_queue import JobQueue
 from kvstrata.engine_adapter.connector.layered import LayeredLoad, LayeredLoads, LayerRanges, layered_group
 from kvstrata.engine_adapter.connector.layered_store import RANGES_MAX as STORE_RANGES_MAX
+from kvstrata.engine_adapter.connector.layered_store import WAIT_MAX_S
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.loading import ABSENT, CLOSED, ERROR, INVALID, SHED, Gate, Loader
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer
@@ -107,7 +108,9 @@ class PoolWorkerSide:
         if config.layered_stores and group is not None and on_host:
             ranges = LayerRanges.of(self._pool.layer_ends(group), STORE_RANGES_MAX)
             calls = self._begin_beside, self._storer.run_beside, self._again
-            self._beside = StoresBeside(layout, group, ranges, *calls, wait_s=call_s / 2, bound_s=bound_s)
+            self._beside = StoresBeside(
+                layout, group, ranges, *calls, wait_s=min(call_s / 2, WAIT_MAX_S), bound_s=bound_s
+            )
 
     # ------------------------------------------------------------------ the engine's calls
 
@@ -288,8 +291,8 @@ class PoolWorkerSide:
 
     def _again(self, opened: OpenJob) -> None:
         """A store that was given up beside the step: it is made when the step has ended, which may be now."""
-        writing, opened.writing = opened.writing, None
         with self._handing:
+            writing, opened.writing = opened.writing, None
             if writing is not None and not writing.over and not self._closed:
                 self._written.append(opened)
                 return

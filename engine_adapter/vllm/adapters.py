@@ -2,7 +2,8 @@
 
 vLLM's block hashes name an adapter by its name and path. That is enough within one engine; a pool outlives engines, and
 an adapter that was trained on and saved again has the same name and path. So blocks of an adapter have keys of their
-own: vLLM's hashes, hashed again with what the adapter's files hold.
+own: vLLM's hashes, hashed again with what the adapter's files hold, but for their last 8 bytes, by which routers know
+that a block of the pool is a block of an engine.
 
 The files are read when the adapter is first asked for, as vLLM reads them then; again where it is told to load the
 adapter in place. An adapter that is a name on a hub, and no folder here, counts as vLLM counts it.
@@ -23,6 +24,8 @@ from kvstrata.proto.logs import get_logger
 log = get_logger(__name__)
 
 ADAPTERS_MAX: Final = 4096
+#: Bytes of a hash that are vLLM's in the key too: see :func:`kvstrata.transfer.kv_events.events.tail`.
+TAIL_BYTES: Final = 8
 CONFIGURATION: Final = "adapter_config.json"
 
 
@@ -80,5 +83,6 @@ class AdapterHashes:
         del self._of[known:], self._keyed[known:]
         for each in hashes[known:]:
             self._of.append(each)
-            self._keyed.append(hashlib.sha256(self._digest + each).digest()[: len(each)])
+            head = hashlib.sha256(self._digest + each).digest()[: len(each) - TAIL_BYTES]
+            self._keyed.append(head + each[-TAIL_BYTES:])
         return self._keyed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,8 +65,14 @@ def maker(way: tuple[Peer, bool]) -> Maker:  # noqa: F811
 
 
 @pytest.fixture
-def peer(way: tuple[Peer, bool]) -> Iterator[Peer]:  # noqa: F811
-    yield way[0]
+def peer(way: tuple[Peer, bool]) -> Peer:  # noqa: F811
+    return patient(way[0])
+
+
+def patient(peer: Peer) -> Peer:
+    """Of a node that a busy machine keeps silent."""
+    peer.link.channel.silence_s = 4.0  # type: ignore[attr-defined]
+    return peer
 
 
 def pieces(region: Region) -> BlockView:
@@ -158,6 +164,7 @@ def test_a_stage_takes_what_is_written_whole(
     """Memory that the node cannot read is copied once more, when all of it is there."""
     maker.fails_at = fails_at
     peer = ShmTransport(Identity.new()).connect(endpoint(running))
+    patient(peer)
     method = peer.method
     monkeypatch.setattr(peer, "method", lambda region: "" if region is maker.source else method(region))
     stored = fails_at < 0

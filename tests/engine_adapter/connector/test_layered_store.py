@@ -160,6 +160,24 @@ def test_a_store_that_a_step_keeps_for_too_long_is_made_after_it(
     assert [bool(call.parts) for call in client.stores] == [True, False, False], "a call a block, as any store here"
 
 
+def test_giving_up_and_the_end_of_the_step_come_at_once(engine: Engine, client: ScriptedClient) -> None:
+    """Whoever is first: the job ends once, and its blocks are stored."""
+    assert engine.side._beside is not None
+    engine.side._beside._wait_s = 0.0
+    for number in range(1, 101):
+        engine.side.start(store(number, names(1, number), [1 + number % 60]))
+        engine.side.layer_written(0)
+        client.storing.came()
+        engine.side.forward_ended()
+        assert engine.outcome(number).done == b"\1"
+        while engine.side._beside._begun is not None:
+            time.sleep(0)
+        while client.storing.entered.acquire(blocking=False):
+            pass
+    assert engine.side.stats()["stores_beside"] == 100
+    assert sorted(outcome.job_id for outcome in engine.take()) == list(range(1, 101))
+
+
 def test_a_store_under_way_is_no_hindrance_to_the_next_step(engine: Engine, client: ScriptedClient) -> None:
     client.storing.shut()
     engine.side.start(store(1, names(2), [1, 2]))

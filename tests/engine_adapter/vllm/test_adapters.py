@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvstrata.engine_adapter.vllm import adapters
 from kvstrata.engine_adapter.vllm.adapters import AdapterDigests, AdapterHashes
 from kvstrata.engine_adapter.vllm.requests import RequestView
+from kvstrata.transfer.kv_events.events import tail
 from tests.engine_adapter.vllm.stand_ins import Lora, Request
 
 HASHES = [bytes([index]) * 32 for index in range(6)]
@@ -94,3 +95,9 @@ def test_a_request_that_grows_has_the_keys_of_its_adapter(tmp_path: Path) -> Non
     growing += HASHES[2:]
     assert [*one.block_hashes[:2]] == first and len(one.block_hashes) == 6
     assert not {*one.block_hashes} & {*other.block_hashes} and not {*one.block_hashes} & {*HASHES}
+
+
+def test_routers_know_an_adapters_blocks_by_their_tails() -> None:
+    keys = RequestView(Request("r", 97, 97, HASHES), b"one").block_hashes
+    assert [tail(key) for key in keys] == [tail(each) for each in HASHES]
+    assert len({key[:-8] for key in keys}) == len(HASHES)
