@@ -58,13 +58,14 @@ class Outbox:
     def get(self, timeout_s: float) -> tuple[m.Send, Stamp] | None:
         """The next command and who says it; None after ``timeout_s`` without one, or when closed and empty.
 
-        For one reader. An acknowledgement may keep it ``ACK_S`` longer.
+        For one reader. An acknowledgement may keep it ``ACK_S`` longer; nothing does where ``timeout_s`` is 0.
         """
         with self._changed:
-            if not self._queue and self.closed is None:
-                self._changed.wait(timeout_s)
-            if len(self._queue) == 1 and isinstance(self._queue[0][0], m.SendAck) and self.closed is None:
-                self._gather()
+            if timeout_s and self.closed is None:
+                if not self._queue:
+                    self._changed.wait(timeout_s)
+                if len(self._queue) == 1 and isinstance(self._queue[0][0], m.SendAck) and self.closed is None:
+                    self._gather()
             if not self._queue:
                 return None
             said = self._queue.popleft()
