@@ -59,7 +59,6 @@ class SlabMap:
         self._incarnation = incarnation
         self._slabs: dict[int, Slab] = {}
         self._connection: Connection | None = None
-        self._hangup = select.poll()
         self._lock = threading.Lock()
 
     def get(self, index: int) -> Slab:
@@ -116,7 +115,14 @@ class SlabMap:
     def alive(self) -> bool:
         """Whether the node holds its end of the connection: it has not stopped, and its process has not died."""
         connection = self._connection
-        return connection is not None and not connection.broken and not self._hangup.poll(0)
+        if connection is None:
+            return False
+        hangup = select.poll()  # of this call: one cannot be used by two threads
+        try:
+            hangup.register(connection.stream.sock, select.POLLRDHUP)
+        except ValueError:  # closed
+            return False
+        return not hangup.poll(0) and not connection.broken
 
     def _map(self, indexes: list[int]) -> dict[int, Slab]:
         with self._lock:
@@ -151,8 +157,6 @@ class SlabMap:
                 connection = Connection.open(self._address, self._identity, passes_fds=True, accept=self._same)
             except Unauthenticated as error:  # one node of many: it is lost, and others are not
                 raise Disconnected(str(error)) from error
-            self._hangup = select.poll()
-            self._hangup.register(connection.stream.sock, select.POLLRDHUP)
             self._connection = connection
         connection.refresh(time.monotonic() + MAP_S)
         return connection

@@ -45,7 +45,7 @@ TOO_MANY: Final = (
 #: Function calls of the calling thread: of a call of one block, and of each block more.
 CLIENT_CALLS: Final = {
     ("shm", "lookup"): (128, 0.02),
-    ("shm", "load"): (140, 0.2),
+    ("shm", "load"): (144, 0.2),
     ("shm", "store"): (310, 1.1),
     ("tcp", "lookup"): (128, 0.02),
     ("tcp", "load"): (223, 1.1),

@@ -81,9 +81,9 @@ def test_another_master_leads_when_the_leader_is_gone(pool: ManyMasters, reader:
     set_limit(pool, "before")
     old = pool.leader()
     epoch = pool.health(old)["epoch"]
-    listed = _listed(pool)
-    assert {row["channel"] for row in listed["masters"]} == set(pool.channels.values())
-    assert [row["channel"] for row in listed["masters"] if row["leading"]] == [pool.channels[old]]
+    # One that has just come back may not have said so yet.
+    until(lambda: {row["channel"] for row in _listed(pool)["masters"]} == set(pool.channels.values()), TAKEOVER_S)
+    assert [row["channel"] for row in _listed(pool)["masters"] if row["leading"]] == [pool.channels[old]]
     pool.daemons[old].signal(how)
     new = pool.leader(besides=old, seconds=TAKEOVER_S) if how == signal.SIGKILL else _leader_of_two(pool, old)
     assert pool.health(new)["epoch"] > epoch
