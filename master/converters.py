@@ -257,4 +257,5 @@ def _usage(status: control.NodeStatus) -> m.NodeUsage:
         bytes_in=status.bytes_in,
         bytes_copied=status.bytes_copied,
         leader_epoch=status.leader_epoch,
+        leader_id=status.leader_id[:NODE_ID_CHARACTERS_MAX],
     )

@@ -236,7 +236,7 @@ class Membership:
     def status(self, event: m.StatusReport, now: float) -> None:
         node = self.speaker(event.session, now)
         if node is not None:
-            self._standing.told(event.usage.leader_epoch)
+            self._standing.told(event.usage.leader_epoch, event.usage.leader_id)
             node.reported(event.usage)
             node.traffic.reported(event.usage.bytes_out, now)
             self.quotas.reported(node.node_id, event.session, event.usage, now)

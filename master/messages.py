@@ -95,7 +95,8 @@ class NodeUsage:
     bytes_out: int = 0  #: to readers, since the node's start
     bytes_in: int = 0
     bytes_copied: int = 0  #: from other nodes
-    leader_epoch: int = 0
+    leader_epoch: int = 0  #: as of :class:`Attach`
+    leader_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ def _node_row(state: MasterState, node: Node, blocks: Mapping[int, int], now: fl
                 bytes_in=usage.bytes_in,
                 bytes_copied=usage.bytes_copied,
                 leader_epoch=usage.leader_epoch,
+                leader_id=usage.leader_id,
             )
         )
     return row

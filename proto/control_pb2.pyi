@@ -206,7 +206,7 @@ class Change(_message.Message):
     def __init__(self, added: bool = ..., spec: _Optional[_Union[_channel_pb2.NamespaceSpec, _Mapping]] = ..., salt: _Optional[str] = ..., tier: _Optional[int] = ..., hashes: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reason: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations", "ssd_bytes_free", "tenants", "shares_revision", "devices", "bytes_out", "bytes_in", "leader_epoch", "bytes_copied")
+    __slots__ = ("dram_bytes_used", "dram_bytes_free", "blocks", "ssd_bytes_used", "clients", "loop_age_seconds", "leases", "reservations", "ssd_bytes_free", "tenants", "shares_revision", "devices", "bytes_out", "bytes_in", "leader_epoch", "bytes_copied", "leader_id")
     class LoopAgeSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class NodeStatus(_message.Message):
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BYTES_COPIED_FIELD_NUMBER: _ClassVar[int]
+    LEADER_ID_FIELD_NUMBER: _ClassVar[int]
     dram_bytes_used: int
     dram_bytes_free: int
     blocks: int
@@ -246,7 +247,8 @@ class NodeStatus(_message.Message):
     bytes_in: int
     leader_epoch: int
     bytes_copied: int
-    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., ssd_bytes_free: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., shares_revision: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., bytes_out: _Optional[int] = ..., bytes_in: _Optional[int] = ..., leader_epoch: _Optional[int] = ..., bytes_copied: _Optional[int] = ...) -> None: ...
+    leader_id: str
+    def __init__(self, dram_bytes_used: _Optional[int] = ..., dram_bytes_free: _Optional[int] = ..., blocks: _Optional[int] = ..., ssd_bytes_used: _Optional[int] = ..., clients: _Optional[int] = ..., loop_age_seconds: _Optional[_Mapping[str, float]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., ssd_bytes_free: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., shares_revision: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., bytes_out: _Optional[int] = ..., bytes_in: _Optional[int] = ..., leader_epoch: _Optional[int] = ..., bytes_copied: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class TenantUsage(_message.Message):
     __slots__ = ("salt", "dram_bytes", "ssd_bytes", "dram_wanted", "ssd_wanted")

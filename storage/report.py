@@ -218,6 +218,8 @@ class NodeReport:
             wanted = [inventory.take_wanted() for inventory in tiers]
             moved_out, moved_in = self._state.counts.bytes_out, self._state.counts.bytes_in
             copied = self._state.copies.counts.taken_bytes
+            fence = self._commands.fence
+            leader_epoch, leader_id = fence.epoch, fence.leader_id
         dram, ssd = used[0], used[1] if len(used) > 1 else {}
         self._wanted.add(wanted[0], wanted[1] if len(wanted) > 1 else {})
         tenants = self._wanted.report(dram, ssd, told)
@@ -247,7 +249,8 @@ class NodeReport:
             bytes_out=moved_out,
             bytes_in=moved_in,
             bytes_copied=copied,
-            leader_epoch=self._commands.fence.epoch,
+            leader_epoch=leader_epoch,
+            leader_id=leader_id,
         )
 
 

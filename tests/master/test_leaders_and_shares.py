@@ -119,6 +119,7 @@ class Leaders(RuleBasedStateMachine):
                 tenants=(m.TenantUsage("t", used, 0, max(0, it.wanted - used)),),
                 shares_revision=it.book.revision,
                 leader_epoch=it.fence.epoch,
+                leader_id=it.fence.leader_id,
             )
             master.hub.handle(m.StatusReport(session, usage))
             if outbox.closed is not None:

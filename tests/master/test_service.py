@@ -66,7 +66,7 @@ def test_listings(stub: Any, node: Make, client: Any, wires: Any, master: Master
     holder.blocks = os.urandom(32)
     holder.attach()
     holder.change(add=os.urandom(16), salt="tenant")
-    traffic = {"bytes_out": 7, "bytes_in": 8, "bytes_copied": 9, "leader_epoch": 1}
+    traffic = {"bytes_out": 7, "bytes_in": 8, "bytes_copied": 9, "leader_epoch": 1, "leader_id": "m"}
     said = control.NodeStatus(dram_bytes_used=5, dram_bytes_free=6, loop_age_seconds={"x": 0.5}, **traffic)
     holder.say(status=said)
     closing(wires.client(master.endpoints.channel, role="heartbeat"))

@@ -584,6 +584,20 @@ def test_a_leader_that_stood_still_while_the_store_was_emptied_has_the_time_to_f
     assert pair.leads() == "a" and "unread" in str(pair.server.rows)
 
 
+def test_a_leader_hears_from_a_report_that_a_node_obeys_another_in_its_own_epoch(pair: Pair) -> None:
+    """Two led in one epoch, as the store was emptied between; the node attached when neither did."""
+    pair.attach("a")
+    (session,) = (node.attachment.session for node in pair.hubs["a"]._state.nodes if node.attachment is not None)
+    epoch = pair.hubs["a"].standing().epoch
+    pair.hubs["a"].handle(m.StatusReport(session, m.NodeUsage(leader_epoch=epoch, leader_id=pair.hubs["a"].master_id)))
+    pair.turn("a")
+    assert pair.hubs["a"].standing().epoch == epoch, "it obeys this one"
+    pair.hubs["a"].handle(m.StatusReport(session, m.NodeUsage(leader_epoch=epoch, leader_id="another")))
+    pair.turn("a")
+    pair.turn("a")
+    assert pair.leads() == "a" and pair.hubs["a"].standing().epoch > epoch
+
+
 def test_who_resigns_hands_over_at_once(pair: Pair) -> None:
     pair.limit("a")
     pair.campaigns["a"].resign()
