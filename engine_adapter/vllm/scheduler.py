@@ -125,6 +125,7 @@ class StepPlanner:
     def reset(self) -> None:
         """The pool's namespaces are opened anew, at its weight epoch of then; the ranks hear of it in the next step."""
         self._side.reset()
+        self._adapters.reset()
 
     def has_pending_work(self) -> bool:
         """Jobs whose end has to be taken from the ranks yet, or a reset that they wait for: the engine must go on

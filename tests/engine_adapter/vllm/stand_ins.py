@@ -99,6 +99,7 @@ class Lora:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False
+    lora_name: str = "adapter"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import md5
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,45 @@ def test_files_are_read_when_the_adapter_is_first_asked_for_as_vllm_reads_them(t
     first = engine.digest(Lora(1, path))
     make_adapter(tmp_path / "a", b"trained on")
     assert engine.digest(Lora(1, path)) == first, "vLLM still has the older weights"
+    assert AdapterDigests().digest(Lora(1, path)) != first
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_one_that_has_changed_under_a_running_engine_is_nobody_elses(tmp_path: Path, inplace: bool) -> None:
+    """vLLM's own cache has KV of the older weights under the same hashes: it must not be stored as of the newer."""
+    path = make_adapter(tmp_path / "a")
+    engine, numbers = AdapterDigests(), count(1)
+
+    def loaded() -> bytes:
+        return engine.digest(Lora(1 if inplace else next(numbers), path, load_inplace=inplace))
+
+    first = loaded()
+    assert loaded() == first, "loaded again, and the same"
+    make_adapter(tmp_path / "a", b"trained on")
     begun_later = AdapterDigests().digest(Lora(1, path))
-    assert begun_later != first
-    assert engine.digest(Lora(1, path, load_inplace=True)) == begun_later == engine.digest(Lora(1, path))
+    changed = loaded()
+    assert changed not in (first, begun_later) and loaded() == changed
+    make_adapter(tmp_path / "a")
+    assert loaded() not in (first, begun_later), "it was another meanwhile"
+    engine.reset()
+    assert loaded() == first
+
+
+def test_files_that_are_as_they_were_are_not_read_for_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_adapter(tmp_path / "a")
+    engine = AdapterDigests()
+    first = engine.digest(Lora(1, path, load_inplace=True))
+    monkeypatch.setattr(adapters, "weights_digest", None)
+    assert engine.digest(Lora(1, path, load_inplace=True)) == first
+
+
+def test_a_folder_that_is_not_there_yet_is_no_name_on_a_hub(tmp_path: Path) -> None:
+    engine = AdapterDigests()
+    assert engine.digest(Lora(1, str(tmp_path / "a"))) != engine.digest(Lora(1, str(tmp_path / "a")))
+    path = make_adapter(tmp_path / "a")
+    assert engine.digest(Lora(1, path)) == AdapterDigests().digest(Lora(1, path))
 
 
 def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +104,13 @@ def test_files_that_cannot_be_read_are_nobody_elses(tmp_path: Path, monkeypatch:
     assert one and two and one != two
 
 
-def test_only_so_many_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "ADAPTERS_MAX", 2)
+def test_past_so_many_nothing_is_forgotten_and_nothing_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "ADAPTERS_MAX", 1)
     path = make_adapter(tmp_path / "a")
     engine = AdapterDigests()
-    first = engine.digest(Lora(1, path))
-    make_adapter(tmp_path / "a", b"trained on")
-    assert engine.digest(Lora(2, path)) != first == engine.digest(Lora(1, path))
-    engine.digest(Lora(3, path))
-    assert engine.digest(Lora(1, path)) == first, "it was asked for later than the second"
+    first, further = engine.digest(Lora(1, path)), Lora(2, path, lora_name="further")
+    assert first not in (engine.digest(further), engine.digest(further))
+    assert engine.digest(further) != engine.digest(further) and engine.digest(Lora(1, path)) == first
 
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b"]), max_size=5), max_size=6))
