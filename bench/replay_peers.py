@@ -25,7 +25,7 @@ from mooncake_servers import MooncakeServers
 from replay_mooncake import SHM
 from suite_machine import busy, machine, versions
 
-from kvstrata.cli.replay.coordinator import Coordinator
+from kvstrata.cli.replay.coordinator import ENGINE_COMMAND, Coordinator
 from kvstrata.cli.replay.costs import CostModel
 from kvstrata.cli.replay.options import ReplayOptions
 from kvstrata.cli.replay.pool import OwnPool
@@ -57,8 +57,7 @@ def place(system: str, options: ReplayOptions, packages: Path) -> Iterator[Place
     if system == "kvstrata":
         ours = OwnPool.of(options)
         try:
-            command = (sys.executable, "-m", "kvstrata.cli.replay.engine")
-            yield Place(ours.masters, command, ours.blocks(options.block_bytes), ours.losses)
+            yield Place(ours.masters, ENGINE_COMMAND, ours.blocks(options.block_bytes), ours.losses)
         finally:
             ours.close()
         return

@@ -163,6 +163,7 @@ class AdminClient:
         self._first = next(self._reachable())
         hello = self._first.hello
         self._leader = self._first.address if hello.leading else self._believed(hello.leader)
+        self._others_asked = False  #: who leads; a change that is refused asks anew, a question does not
 
     @property
     def address(self) -> str:
@@ -369,7 +370,8 @@ class AdminClient:
 
     def _ask_leader(self, kind: type[R], rpc: str, request: Message, timeout_s: float) -> R:
         """Ask the leader, or the first master where it does not matter or none is known; follow once who is named."""
-        if rpc not in _OWN and not self._leader:
+        if rpc not in _OWN and not self._leader and not self._others_asked:
+            self._others_asked = True
             self._leader = self._known_to_others(self._first)  # one that has just started knows no nodes either
         try:
             link = self._first if rpc in _OWN or not self._leader else self._link(self._leader)

@@ -246,7 +246,10 @@ def _usage(status: control.NodeStatus) -> m.NodeUsage:
         loop_age_seconds=dict(status.loop_age_seconds),
         ssd_bytes_free=min(status.ssd_bytes_free, 1 << 62),
         tenants=tuple(
-            m.TenantUsage(check_salt(t.salt), t.dram_bytes, t.ssd_bytes, t.dram_wanted, t.ssd_wanted)
+            m.TenantUsage(
+                check_salt(t.salt),
+                *(min(each, 1 << 62) for each in (t.dram_bytes, t.ssd_bytes, t.dram_wanted, t.ssd_wanted)),
+            )
             for t in status.tenants
         ),
         shares_revision=status.shares_revision,

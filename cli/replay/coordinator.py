@@ -30,6 +30,7 @@ SETTLE_S = 0.25
 #: A block that was stored longer ago than this is taken to be in the directory, or evicted again.
 SETTLED_AFTER_S = 0.25
 STAGING_BYTES = 64 << 20
+ENGINE_COMMAND = (sys.executable, "-m", "kvstrata.cli.replay.engine")
 
 _log = get_logger(__name__)
 
@@ -54,7 +55,7 @@ class Coordinator:
         options: ReplayOptions,
         masters: str,
         group: str,
-        engine_command: Sequence[str] = (sys.executable, "-m", "kvstrata.cli.replay.engine"),
+        engine_command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """``engine_command`` starts an engine; the number of its socket follows. Raises :class:`Unavailable` when one
         cannot start or reach the pool."""

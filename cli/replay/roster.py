@@ -15,7 +15,8 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """``nodes``: id -> (incarnation, DRAM bytes) of the active ones. ``settled``: by a leader that waits for none.
+    """``nodes``: id -> (incarnation, DRAM bytes) of the active ones. ``settled``: the master that
+    answered first waits for none.
 
     ``started_at``: when the only master of the pool was started, on the monotonic clock; -inf where there are several,
     as one of them may be restarted at any time.
@@ -38,7 +39,7 @@ class Roster:
     def settled_of(cls, masters: str, timeout_s: float) -> Roster:
         """Wait for masters that have just started, or change who leads, to know their nodes, for that long at most."""
         until = time.monotonic() + timeout_s
-        while not (roster := cls.of(masters)).nodes and not roster.settled and time.monotonic() < until:
+        while not (roster := cls.of(masters)).settled and time.monotonic() < until:
             time.sleep(POLL_S)
         return roster
 

@@ -12,11 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.master import messages as m
 from kvstrata.master.candidates import RAMP_MIN, Candidate, Candidates
+from kvstrata.master.converters import events_of
 from kvstrata.master.placement import RUN_BLOCKS, Placement
 from kvstrata.master.takers import limited
 from kvstrata.master.tenants import rooms as rooms_module
 from kvstrata.master.tenants.rooms import KnownRooms
 from kvstrata.master.tenants.tenancy import Room
+from kvstrata.proto import control_pb2 as control
 from tests.master import plain_choice
 from tests.master.world import SALT, World
 
@@ -223,3 +225,19 @@ def test_rooms_of_a_bounded_number_of_tenants_are_known(monkeypatch: pytest.Monk
         assert known.along("s" * number, nodes).share.tolist() == [number, 1 << 62]
         known.check()
     assert known.along("s", ()).share.tolist() == []
+
+
+def test_a_report_of_more_than_there_can_be_stops_no_placement() -> None:
+    world = World()
+    for name in "ab":
+        world.up(node_id=name)
+    node = next(iter(world.state.nodes))
+    assert node.attachment is not None
+    most = (1 << 64) - 1
+    row = control.TenantUsage(salt=SALT, dram_bytes=most, ssd_bytes=most, dram_wanted=most, ssd_wanted=most)
+    said = control.NodeMessage(status=control.NodeStatus(dram_bytes_free=most, ssd_bytes_free=most, tenants=[row]))
+    for event in events_of(said, node.attachment.session):
+        world.tell(event)
+    world.tell(m.LinkLost(node.attachment.session))
+    world.state.set_tenant(m.TenantPolicy(SALT, 1 << 30), world.now)
+    assert len(world.place(1).codes) == 1

@@ -48,7 +48,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answers]:
 
 
 def test_masters_that_do_not_know_their_nodes_yet_are_asked_again(answers: Callable[..., Answers]) -> None:
-    given = answers((False, 0), (False, 0), (False, 2))
+    given = answers((False, 0), (False, 1), (True, 2))
     assert Roster.settled_of("a:1,b:1", 30.0).nodes == {"0": (1, 9), "1": (1, 9)}
     assert given.asked == 3
 
