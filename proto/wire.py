@@ -29,6 +29,8 @@ HEADER = struct.Struct("<2sBBIIQ")
 HEADER_BYTES = HEADER.size
 MESSAGE_BYTES_MAX = 8 << 20
 RAW_BYTES_MAX = 1 << 36
+#: A client tells of reads several times a second: of one read no more repeats at a time.
+REPEATS_MAX = 1 << 16
 
 
 class Kind(IntEnum):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.status import Tier
@@ -27,6 +27,9 @@ from kvstrata.transfer.versions import RefusedVersions
 
 if TYPE_CHECKING:
     from kvstrata.transfer.otlp import OtlpTracing
+
+
+U64_MAX: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,7 @@ class NodeReport:
             loop_age_seconds=self.loops.ages_s(),
             leases=totals.leases,
             reservations=totals.reservations,
-            bytes_out=moved_out,
+            bytes_out=min(moved_out, U64_MAX),  # by what clients say that they read
             bytes_in=moved_in,
             bytes_copied=copied,
             leader_epoch=leader_epoch,

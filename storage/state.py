@@ -19,6 +19,7 @@ from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.proto.keys import HASHES_MAX, Namespace, check_salt
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, Departure, HintKind, Tier
+from kvstrata.proto.wire import REPEATS_MAX
 from kvstrata.storage.arena import Arena
 from kvstrata.storage.copying.book import CopyBook
 from kvstrata.storage.copying.draining import Draining
@@ -89,7 +90,7 @@ class Reserved(msgspec.Struct, frozen=True):
 
 class Touched(msgspec.Struct, frozen=True):
     """Reads of one tenant's blocks that a client did by itself, in their order: ``hashes`` packed, ``calls`` the number
-    of blocks of each, ``times`` how often in a row it was done."""
+    of blocks of each, ``times`` how often it was done, the last of them in this place."""
 
     handle: int
     salt: str
@@ -265,11 +266,13 @@ class NodeState:
 
         What has left meanwhile only counts. Raises :class:`InvalidArgument` for calls that do not add up.
         """
-        self.inventory.now = now
         entry = self.entry(touched.handle)
         keys = _split(touched.hashes, entry.width)
         if len(touched.calls) != len(touched.times) or sum(touched.calls) != len(keys):
             raise InvalidArgument(f"{len(touched.calls)} calls with {len(touched.times)} counts for {len(keys)} hashes")
+        if not all(touched.calls) or not all(0 < times <= REPEATS_MAX for times in touched.times):
+            raise InvalidArgument(f"a read is of 1 block at least, and told of as done 1 to {REPEATS_MAX} times")
+        self.inventory.now = now
         read = sum(count * times for count, times in zip(touched.calls, touched.times, strict=True))
         counts = self.counts
         counts.blocks_asked += read

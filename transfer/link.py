@@ -14,6 +14,7 @@ import numpy as np
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import Busy, Corrupt, KVError, LeaseExpired, Refused, TicketExpired, Unavailable
 from kvstrata.proto.keys import Namespace
+from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Named, Push, StatusArray
@@ -25,9 +26,13 @@ from kvstrata.transfer.replies import statuses
 from kvstrata.transfer.touches import Touches
 from kvstrata.transfer.tracing import TRACING, SpanKind
 
+log = get_logger(__name__)
+
 #: Leases handed back in one message.
 RELEASES_MAX: Final = 4096
 UPKEEP_S: Final = 0.25
+#: How long a load may be held up to tell of many others.
+SOON_S: Final = 0.005
 #: An acquire's mode that leases nothing and begins to read what is on SSD only.
 PREFETCH: Final = 2
 
@@ -55,7 +60,6 @@ class NodeLink:
 
     def reserve(self, request: Push) -> pb.Reserve:
         """The first half of a write, as a message."""
-        self.tell_touched()
         return pb.Reserve(
             ns=self.handle(request.namespace, request.deadline),
             salt=request.salt,
@@ -72,7 +76,6 @@ class NodeLink:
         self, namespace: Namespace, salt: str, hashes: bytes, deadline: float, epoch: int
     ) -> tuple[pb.AcquireOk, float]:
         """Leases on slots, to be read from elsewhere: the node's answer, and the moment before it was asked."""
-        self.tell_touched()
         sent = time.monotonic()
         message = pb.Acquire(
             ns=self.handle(namespace, deadline),
@@ -100,7 +103,6 @@ class NodeLink:
 
     def prefetch(self, blocks: Named) -> StatusArray:
         """See :meth:`Peer.prefetch`."""
-        self.tell_touched()
         message = pb.Acquire(
             ns=self.handle(blocks.namespace, blocks.deadline),
             salt=blocks.salt,
@@ -116,7 +118,6 @@ class NodeLink:
 
     def hint(self, blocks: Named, kind: HintKind, ttl_s: float) -> int:
         """See :meth:`Peer.hint`."""
-        self.tell_touched()
         message = pb.Hint(
             ns=self.handle(blocks.namespace, blocks.deadline),
             salt=blocks.salt,
@@ -131,16 +132,26 @@ class NodeLink:
     # ------------------------------------------------------------------ reads without a lease
 
     def touched(self, namespace: Namespace, salt: str, hashes: bytes, epoch: int) -> None:
-        """These blocks were read by the shared index: the node hears of it with the next message, or upkeep."""
+        """These blocks were read by the shared index: the node hears of it with the next upkeep, or when many wait."""
         if self._touches.add(self._handles[namespace], salt, epoch, hashes, namespace.hash_bytes):
-            self.tell_touched()
+            self.tell_touched(SOON_S)
 
-    def tell_touched(self) -> None:
-        """Tell now, if there is something. What a node that cannot be reached does not hear is not counted there."""
-        if self._touches and self.channel.breaker.closed:
-            with suppress(Unavailable, Busy):
-                for message in self._touches.take():
-                    self.channel.tell(Kind.TOUCHED, message.SerializeToString(), time.monotonic() + UPKEEP_S)
+    def tell_touched(self, within_s: float) -> None:
+        """Tell now, if there is something. While no connection is free it waits for the next time; what a node that
+        cannot be reached, or does not take, does not hear is not counted there: no call ends for it."""
+        if not self._touches or not self.channel.breaker.closed:
+            return
+        messages = self._touches.take()
+        until = time.monotonic() + within_s
+        for told, message in enumerate(messages):
+            try:
+                self.channel.tell(Kind.TOUCHED, message.SerializeToString(), until)
+            except Busy:
+                self._touches.keep(messages[told:])
+                return
+            except KVError as error:
+                log.debug("a node is not told of reads", node=self.endpoint.node_id, reason=str(error))
+                return
 
     # ------------------------------------------------------------------ leases
 
@@ -164,7 +175,7 @@ class NodeLink:
     def upkeep(self) -> None:
         """Return leases nobody's message has carried, and probe an open breaker."""
         self.channel.probe()
-        self.tell_touched()
+        self.tell_touched(UPKEEP_S)
         if self._releases and self.channel.breaker.closed:
             message = pb.Release(leases=self.take_releases()).SerializeToString()
             with suppress(Unavailable, Busy):  # a node that is gone has no leases to end

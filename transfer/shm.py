@@ -303,8 +303,8 @@ class ShmPeer:
         return self.link.channel.breaker.closed
 
     def upkeep(self) -> None:
+        self.index.upkeep()  # first: whether this client may still read is not to wait for anything
         self.link.upkeep()
-        self.index.upkeep()
         for lease in list(self._views):
             lease.renew_if_due()
 

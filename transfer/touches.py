@@ -9,9 +9,13 @@ from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.keys import HASHES_MAX
+from kvstrata.proto.wire import REPEATS_MAX
 
 #: With so many hashes waiting they are told at once.
 HASHES_WAITING_MAX: Final = 1 << 14
+
+#: So many messages at most wait for a connection; the oldest go first.
+KEPT_MAX: Final = 16
 
 #: Handle, salt, weight epoch, bytes of a hash.
 _Tenant = tuple[int, str, int, int]
@@ -24,9 +28,10 @@ class Touches:
         self._lock = threading.Lock()
         self._reads: dict[_Tenant, dict[bytes, int]] = {}
         self._hashes = 0
+        self._kept: list[pb.Touched] = []
 
     def __bool__(self) -> bool:
-        return bool(self._reads)
+        return bool(self._reads or self._kept)
 
     def add(self, handle: int, salt: str, epoch: int, hashes: bytes, width: int) -> bool:
         """A read of these blocks, in order. True when it is time to :meth:`take`."""
@@ -36,7 +41,7 @@ class Touches:
             if reads is None:
                 reads = self._reads[tenant] = {}
             times = reads.pop(hashes, 0)
-            reads[hashes] = times + 1
+            reads[hashes] = min(times + 1, REPEATS_MAX)
             if not times:
                 self._hashes += len(hashes) // width
             return self._hashes > HASHES_WAITING_MAX
@@ -45,7 +50,13 @@ class Touches:
         """All of it, to be told; it is forgotten here."""
         with self._lock:
             reads, self._reads, self._hashes = self._reads, {}, 0
-        return [message for tenant, of in reads.items() for message in _messages(tenant, of)]
+            kept, self._kept = self._kept, []
+        return kept + [message for tenant, of in reads.items() for message in _messages(tenant, of)]
+
+    def keep(self, messages: list[pb.Touched]) -> None:
+        """What was taken and could not be told yet: it is taken again, up to ``KEPT_MAX`` of the latest."""
+        with self._lock:
+            self._kept = (self._kept + messages)[-KEPT_MAX:]
 
 
 def _messages(tenant: _Tenant, reads: dict[bytes, int]) -> Iterator[pb.Touched]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.proto.errors import FingerprintMismatch
+from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
 from kvstrata.storage.eviction.segmented_order import SegmentedOrder
 from kvstrata.storage.state import NodeState, Touched
 
@@ -87,3 +87,14 @@ def test_what_has_left_meanwhile_counts_and_no_more(node: Node) -> None:
     assert node.state.counts.hits == 4
     with pytest.raises(FingerprintMismatch):
         node.state.touched(Touched(99, "", keys([1]), [1], [1]), node.now)
+
+
+@pytest.mark.parametrize(
+    ("calls", "times"), [([[]], [1]), ([[0], []], [1, 1]), ([[0]], [0]), ([[0]], [(1 << 16) + 1]), ([[0]], [1, 1])]
+)
+def test_what_no_client_tells_is_refused(node: Node, calls: list[list[int]], times: list[int]) -> None:
+    """Nothing costs more than its hashes, and no count grows past what a field holds."""
+    node.store(range(4))
+    with pytest.raises(InvalidArgument):
+        touched(node, calls, times)
+    assert node.state.counts.hits == 0

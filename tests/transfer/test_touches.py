@@ -58,3 +58,22 @@ def test_it_says_when_it_is_time_to_tell() -> None:
     assert not touches.add(1, "", 0, half, WIDTH)
     assert not touches.add(1, "", 0, half, WIDTH), "the same again takes no more room"
     assert touches.add(1, "x", 0, half, WIDTH)
+
+
+def test_what_could_not_be_told_is_taken_again_and_not_without_bound() -> None:
+    touches = Touches()
+    touches.add(1, "", 0, bytes(WIDTH), WIDTH)
+    (first,) = touches.take()
+    touches.keep([first])
+    touches.add(1, "x", 0, bytes(WIDTH), WIDTH)
+    assert touches and [message.salt for message in touches.take()] == ["", "x"] and not touches
+    touches.keep([first] * (module.KEPT_MAX + 1))
+    assert len(touches.take()) == module.KEPT_MAX
+
+
+def test_a_read_that_is_repeated_for_long_stays_within_what_a_node_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPEATS_MAX", 3)
+    touches = Touches()
+    for _ in range(5):
+        touches.add(1, "", 0, bytes(WIDTH), WIDTH)
+    assert [times for _, _, times in told(touches)] == [3]

@@ -57,7 +57,7 @@ NEEDS: Final[Mapping[int, Need]] = {
     Kind.RENEW: _GOES_ON,
     Kind.MAP_SLABS: _CLIENT,
     Kind.MAP_INDEX: _CLIENT,
-    Kind.TOUCHED: _GOES_ON,
+    Kind.TOUCHED: _CLIENT,
     Kind.REGISTER_REGION: _CLIENT,
     Kind.UNREGISTER_REGION: _GOES_ON,
     Kind.RESERVE: _CLIENT,
