@@ -96,7 +96,7 @@ class NodeLink:
     def abort(self, reservation: int) -> None:
         """Its writer gives it up. Where that cannot be said, the node ends it at its deadline."""
         message = pb.Abort(reservation=reservation).SerializeToString()
-        with suppress(Unavailable, Busy):
+        with suppress(KVError):
             self.channel.call(Kind.ABORT, message, time.monotonic() + UPKEEP_S)
 
     # ------------------------------------------------------------------ blocks by name

@@ -92,30 +92,39 @@ def _commit(
 
 
 def _pull_ranges(link: NodeLink, request: Push, ranges: list[BlockView], status: StatusArray, durable: Mask) -> None:
-    """As :func:`pull`, range after range as the blocks are written. What its writer gives up is ABORTED."""
+    """As :func:`pull`, range after range as the blocks are written. What its writer gives up is ABORTED.
+
+    Raises :class:`KVError`, with everything undecided where the node was not asked to commit.
+    """
     assert request.written is not None
     hashed, granted = RangeChecksums(len(status)), np.arange(len(status))
     reservation = at = 0
-    for part, whole in enumerate(ranges):
-        if not request.written(part, request.deadline):
-            status[granted] = BlockStatus.ABORTED
-            if reservation:
-                link.abort(reservation)
-            return
-        blocks = whole if len(granted) == len(whole) else whole[granted]
-        reply = _pull_range(link, request, blocks, hashed, reservation, at)
-        ended = reply.status or bytes((BlockStatus.ABORTED,)) * len(granted)
-        got = statuses(ended, len(granted), BlockStatus.REFUSED)
-        at += whole.block_bytes
-        if not part:
-            status[:], durable[:] = got, flags(reply.durable, len(status))
-            granted, reservation = np.flatnonzero(got == _RESERVED), reply.reservation
-            hashed.keep(granted)
-            if not len(granted):
+    try:
+        for part, whole in enumerate(ranges):
+            if not request.written(part, request.deadline):
+                status[granted] = BlockStatus.ABORTED
+                if reservation:
+                    link.abort(reservation)
                 return
-        elif not reply.reservation:
-            status[granted] = got
-            return
+            blocks = whole if len(granted) == len(whole) else whole[granted]
+            reply = _pull_range(link, request, blocks, hashed, reservation, at)
+            ended = reply.status or bytes((BlockStatus.ABORTED,)) * len(granted)
+            got = statuses(ended, len(granted), BlockStatus.REFUSED)
+            at += whole.block_bytes
+            if not part:
+                status[:], durable[:] = got, flags(reply.durable, len(status))
+                granted, reservation = np.flatnonzero(got == _RESERVED), reply.reservation
+                hashed.keep(granted)
+                if not len(granted):
+                    return
+            elif not reply.reservation:
+                status[granted] = got
+                return
+    except BaseException:
+        status[:], durable[:] = BlockStatus.UNKNOWN, False
+        if reservation:
+            link.abort(reservation)
+        raise
     _commit(link, request, reservation, granted, hashed.values(), status, durable)
 
 

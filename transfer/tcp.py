@@ -219,19 +219,23 @@ class TcpPeer:
         gives up."""
         assert part.written is not None
         hashed, at = RangeChecksums(len(granted)), 0
-        for index, whole in enumerate(ranges):
-            if not part.written(index, part.deadline):
-                self.link.abort(reservation)
-                return pb.CommitOk()
-            blocks = whole[granted]
-            hashed.add(blocks)
-            message = pb.Write(reservation=reservation, at=at, nbytes=whole.block_bytes)
-            at += whole.block_bytes
-            if index == len(ranges) - 1:
-                message.checksums = hashed.values().tobytes()
-            done = self._write(blocks, message, part.deadline)
-            if _RESERVED not in done.status:
-                return done
+        try:
+            for index, whole in enumerate(ranges):
+                if not part.written(index, part.deadline):
+                    self.link.abort(reservation)
+                    return pb.CommitOk()
+                blocks = whole[granted]
+                hashed.add(blocks)
+                message = pb.Write(reservation=reservation, at=at, nbytes=whole.block_bytes)
+                at += whole.block_bytes
+                if index == len(ranges) - 1:
+                    message.checksums = hashed.values().tobytes()
+                done = self._write(blocks, message, part.deadline)
+                if _RESERVED not in done.status:
+                    return done
+        except BaseException:
+            self.link.abort(reservation)  # nothing to a node that has committed it
+            raise
         raise ProtocolError("the last range of blocks was taken, and nothing committed")
 
     def _write(self, blocks: BlockView, message: pb.Write, deadline: float) -> pb.CommitOk:

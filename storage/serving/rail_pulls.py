@@ -86,7 +86,7 @@ class RailPulls:
         try:
             self._wait(job, reservation)
         finally:
-            taken = self._ended(job, reservation)
+            taken = self._ended(job, reservation, int(descriptors[:, :, 1].sum()))
         return taken, job.problem
 
     def _wait(self, job: Job, reservation: Reservation) -> None:
@@ -96,7 +96,7 @@ class RailPulls:
             if reservation.doomed or self._clock() >= deadline:
                 return
 
-    def _ended(self, job: Job, reservation: Reservation) -> Taken:
+    def _ended(self, job: Job, reservation: Reservation, nbytes: int) -> Taken:
         if not (job.settled() or job.give_up()):
             self._leave(job, reservation)
             return Taken.PENDING
@@ -106,7 +106,7 @@ class RailPulls:
         with self._lock:
             self.counts[taken.value] += 1
             if taken is Taken.ARRIVED:
-                self.counts["bytes"] += len(reservation.blocks) * reservation.shelf.entry.block_bytes
+                self.counts["bytes"] += nbytes
         return taken
 
     def _end(self, reservation: Reservation) -> None:

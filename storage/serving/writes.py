@@ -189,7 +189,7 @@ class WriteHandlers:
         releases = u64s(message.reserve.releases)
         key = connection.owner.key
         region = self._regions.find(key, message.region)
-        if isinstance(region, RailRegion) and self._pulls is not None:
+        if isinstance(region, RailRegion) and self._pulls is not None and not message.reservation:
             self._pulls.admit(key)
         ask = _ask(message.reserve)
         with self._lock:

@@ -322,6 +322,7 @@ def test_a_pull_in_ranges(node: StorageNode, engine: FakeEngine, writer: Writer)
     again = writer.pull_range(numbers, half, BLOCK_BYTES - half, first.reservation)
     assert again.reservation == first.reservation and list(again.status) == [RESERVED] * 4
     assert writer.commit(first.reservation, numbers) == [STORED] * 4
+    assert node.rails is not None and node.rails.pulls.counts["bytes"] == 4 * BLOCK_BYTES
     assert writer.read(numbers) == [payload(keys([number]), 0, BLOCK_BYTES) for number in numbers]
     assert writer.pull_range(numbers, half, 1, 99).reservation == 0, "it has ended"
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvstrata.proto.wire import Kind
+from kvstrata.transfer.base import Push
 from kvstrata.transfer.frames import Silent
 from kvstrata.transfer.rdma import opening, session
 from kvstrata.transfer.rdma import peer as peer_module
@@ -21,8 +22,8 @@ from kvstrata.transfer.rdma.rails import Rails
 from kvstrata.transfer.rdma.session import RailState
 from tests.storage.conftest import until
 from tests.storage.fake_engine import FakeJob, failing, posted, waiting
-from tests.storage.railed_node import BLOCK_BYTES
-from tests.transfer.rdma.peer_world import COUNT, S, World, asked, corrupting, push, up
+from tests.storage.railed_node import BLOCK_BYTES, NAMESPACE
+from tests.transfer.rdma.peer_world import COUNT, HASHES, S, World, asked, corrupting, push, up
 
 
 @pytest.fixture
@@ -277,6 +278,26 @@ def test_a_store_that_the_nodes_agent_could_not_read_goes_another_way(world: Wor
     assert push(peer, rows) == [S.STORED] * COUNT
     assert not up(peer)
     assert peer.transport == "tcp"
+
+
+def test_a_store_by_ranges_of_which_a_later_one_fails_goes_another_way_whole(world: World) -> None:
+    peer = world.connect(only=False)
+    rows = world.rows(world.data)
+    assert peer.rails.ready() is None
+    until(lambda: up(peer))
+
+    def written(part: int, deadline: float) -> bool:
+        if part:
+            world.theirs.behave = failing
+        return True
+
+    ranges = (BLOCK_BYTES // 2, BLOCK_BYTES)
+    store = Push(NAMESPACE, "", HASHES, rows, time.monotonic() + 5.0, parts=ranges, written=written)
+    assert peer.push(store).status.tolist() == [S.STORED] * COUNT
+    assert peer.transport == "tcp"
+    into = np.zeros_like(world.data)
+    assert peer.fetch(asked(world.rows(into))).status.tolist() == [S.LOADED] * COUNT
+    assert (into == world.data).all() and len(world.node.state.reservations) == 0
 
 
 def test_a_broken_link_makes_the_node_forget_and_both_begin_anew(world: World) -> None:
