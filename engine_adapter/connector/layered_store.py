@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RANGES_MAX: Final = 8
 #: Less than this goes as quickly when the step has ended.
 BYTES_MIN: Final = 8 << 20
+#: It is one call, with the time of one: more than this goes in several, when the step has ended.
+BYTES_MAX: Final = 128 << 20
 #: A store waits for a step so long at most: its slots are taken meanwhile.
 WAIT_MAX_S: Final = 5.0
 
@@ -42,7 +44,7 @@ class LayeredStore:
         self.over = False
         self.given_up = False
         self._until = time.monotonic() + wait_s
-        self._last = _last_layers(ranges)
+        self._last = last_layers(ranges)
         self._changed = threading.Condition()
         self._layers = 0  # the first ones, that are written
 
@@ -80,7 +82,7 @@ class LayeredStore:
         return self.over or self._layers > self._last[part]
 
 
-def _last_layers(ranges: LayerRanges) -> list[int]:
+def last_layers(ranges: LayerRanges) -> list[int]:
     """The last layer, in the order of writing, of each range and those before it."""
     found = [0] * len(ranges.ends)
     for layer, part in enumerate(ranges.of_layer):
@@ -91,7 +93,9 @@ def _last_layers(ranges: LayerRanges) -> list[int]:
 
 
 def largest(jobs: Sequence[OpenJob], layout: PoolLayout, group: int) -> OpenJob | None:
-    """The store that it pays most for, of those of the group that is stored by layer; None of small ones."""
-    found = [opened for opened in jobs if len(opened.job.groups) == 1]
-    most = max(found, key=lambda opened: len(opened.status), default=None)
-    return most if most is not None and len(most.status) * layout.block_bytes(group) >= BYTES_MIN else None
+    """The store that it pays most for, of those of the group that is stored by layer; None of small and huge ones."""
+    size = layout.block_bytes(group)
+    fitting = [
+        opened for opened in jobs if len(opened.job.groups) == 1 and BYTES_MIN <= len(opened.status) * size <= BYTES_MAX
+    ]
+    return max(fitting, key=lambda opened: len(opened.status), default=None)

@@ -37,8 +37,7 @@ class OpenJob:
 
     ``start_by``: monotonic seconds after which no more calls are made for it. ``generation``: of the weights that it
     is of. ``layers``: of a layered load, what the forward pass waits for. ``writing``: of a store that has begun beside
-    the forward pass. ``pending``: what its calls gave up and may
-    still touch its memory.
+    the forward pass. ``pending``: what its calls gave up and may still touch its memory.
     """
 
     job: Job

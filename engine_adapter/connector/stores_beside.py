@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstrata.engine_adapter.connector.layered import LayerRanges
-from kvstrata.engine_adapter.connector.layered_store import LayeredStore, largest
+from kvstrata.engine_adapter.connector.layered_store import LayeredStore, largest, last_layers
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.outbox import OpenJob
 from kvstrata.engine_adapter.connector.workers import Workers
@@ -35,6 +35,7 @@ class StoresBeside:
         self._layout = layout
         self._group = group
         self._ranges = ranges
+        self._ends = frozenset(last_layers(ranges))
         self._begin = begin
         self._run = run
         self._again = again
@@ -61,10 +62,10 @@ class StoresBeside:
             if under_way is not None:
                 under_way.layer_written(layer)
             return
-        writing = LayeredStore(self._ranges, self._wait_s)
-        if not writing.layer_written(layer):
+        if layer not in self._ends:
             return
-        self._chosen = None
+        self._chosen, writing = None, LayeredStore(self._ranges, self._wait_s)
+        writing.layer_written(layer)
         with self._lock:
             if self._closed:
                 return

@@ -43,8 +43,8 @@ class Storer:
                 self._outbox.end(opened, ERROR)
 
     def run_beside(self, opened: OpenJob) -> bool:
-        """One job, as its ``writing`` allows. False when that took too long: the job has not ended, and nothing of it
-        was stored."""
+        """One job, as its ``writing`` allows. False when that took too long: the job has not ended, and what of it is
+        ABORTED was not stored."""
         untried, again = ERROR, False
         try:
             untried = self._run([opened])

@@ -16,6 +16,7 @@ from kvstrata.engine_adapter.connector.layered import LayerRanges
 from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import GroupLayout
 from kvstrata.proto.status import BlockStatus
+from tests.e2e.real_pool import until
 from tests.engine_adapter.connector.scripted_client import WINDOW, Engine, ScriptedClient, names, store
 
 LAYERS = GroupLayout(fingerprint="model/layers", block_tokens=4, layers=4)
@@ -126,8 +127,11 @@ def test_the_largest_of_a_step_begins_and_the_others_wait(engine: Engine, client
     assert [bool(call.parts) for call in client.stores] == [True, False, False]
 
 
-def test_small_stores_wait(engine: Engine, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layered_store, "BYTES_MIN", 2 * engine.layout.block_bytes(0) + 1)
+@pytest.mark.parametrize(("bound", "off"), [("BYTES_MIN", 1), ("BYTES_MAX", -1)])
+def test_small_and_huge_stores_wait(
+    engine: Engine, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch, bound: str, off: int
+) -> None:
+    monkeypatch.setattr(layered_store, bound, 2 * engine.layout.block_bytes(0) + off)
     engine.side.start(store(1, names(2), [1, 2]))
     for layer in range(4):
         engine.side.layer_written(layer)
@@ -152,8 +156,7 @@ def test_a_store_that_a_step_keeps_for_too_long_is_made_after_it(
         client.storing.open()
     else:
         client.storing.open()
-        while engine.side.stats()["stores_beside_given_up"] < 1:
-            time.sleep(0.001)
+        until(lambda: engine.side.stats()["stores_beside_given_up"] == 1)
         assert not engine.take()
         engine.side.forward_ended()
     assert engine.outcome(1).done == b"\1\1" and not engine.outcome(1).layered
@@ -170,8 +173,7 @@ def test_giving_up_and_the_end_of_the_step_come_at_once(engine: Engine, client: 
         client.storing.came()
         engine.side.forward_ended()
         assert engine.outcome(number).done == b"\1"
-        while engine.side._beside._begun is not None:
-            time.sleep(0)
+        until(lambda: engine.side._beside._begun is None)
         while client.storing.entered.acquire(blocking=False):
             pass
     assert engine.side.stats()["stores_beside"] == 100
