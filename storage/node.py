@@ -48,7 +48,7 @@ from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.masters.sidecar import Sidecar
 from kvstrata.storage.report import NodeReport
 from kvstrata.storage.serving.channel import NodeChannel
-from kvstrata.storage.serving.index_memory import SharedMemory
+from kvstrata.storage.serving.index_memory import shared_memory
 from kvstrata.storage.serving.published import Published
 from kvstrata.storage.serving.rail_opening import open_rails
 from kvstrata.storage.serving.rails import NodeRails
@@ -163,7 +163,7 @@ class StorageNode:
         if not self.config.shared_index:
             return None
         try:
-            published = Published(self.identity.incarnation, self.arena.bytes_total, SharedMemory)
+            published = Published(self.identity.incarnation, self.arena.bytes_total, shared_memory)
         except OSError as error:
             raise ConfigError(
                 f"no memory for the shared index: {error.strerror}; start with --no-shared-index"

@@ -13,24 +13,18 @@ is taken; the memory, its address and its seals stay.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import mmap
-import os
 from typing import Final
 
 import numpy as np
 
 from kvstrata.proto.errors import ConfigError
 from kvstrata.storage.grid import SlotGrid
-from kvstrata.storage.huge_pages import Pages, populate_transparent
+from kvstrata.storage.huge_pages import Pages
+from kvstrata.storage.sealed_memory import SealedMemory
 
 PAGE_BYTES: Final = 4096
 GENERATION_BYTES: Final = 8
-#: After this seal nobody can map the memory writable any more; maps made before keep working.
-F_SEAL_FUTURE_WRITE: Final = 0x0010
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 def slot_size(block_bytes: int) -> int:
@@ -54,15 +48,17 @@ def _table_bytes(slots: int) -> int:
 class Slab(SlotGrid):
     """A grid of slots over memory of its own, which clients on this host may map read-only."""
 
-    __slots__ = ("_mapping", "address", "fd", "share_fd", "view")
+    __slots__ = ("_memory", "address", "fd", "share_fd", "view")
 
     generations: memoryview
 
     def __init__(self, index: int, nbytes: int, *, pages: Pages = Pages.SMALL) -> None:
-        self.fd, self._mapping = _sealed_memory(f"kvstrata-slab-{index}", nbytes, pages)
-        self.share_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self.view = memoryview(self._mapping)
-        self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
+        try:
+            self._memory = SealedMemory(f"kvstrata-slab-{index}", nbytes, pages=pages)
+        except OSError as error:
+            raise ConfigError(_advice(nbytes, pages, error)) from error
+        self.fd, self.share_fd, self.view = self._memory.fd, self._memory.share_fd, self._memory.view
+        self.address = int(np.frombuffer(self.view, np.uint8).ctypes.data)
         super().__init__(index, nbytes, self.view[: nbytes // GENERATION_BYTES * GENERATION_BYTES].cast("Q"))
 
     def room_for(self, slot_bytes: int) -> tuple[int, int]:
@@ -71,34 +67,9 @@ class Slab(SlotGrid):
 
     def close(self) -> None:
         """Give the descriptors back, and the memory once nobody holds a view of it. Safe twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            os.close(self.share_fd)
-            self.fd = self.share_fd = -1
+        self.fd = self.share_fd = -1
         self.generations.release()
-        with contextlib.suppress(BufferError):  # a reply still being sent holds it; it goes with the reply
-            self.view.release()
-            self._mapping.close()
-
-
-def _sealed_memory(name: str, nbytes: int, pages: Pages) -> tuple[int, mmap.mmap]:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    if pages is Pages.RESERVED:
-        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
-    populated = 0 if pages is Pages.TRANSPARENT else mmap.MAP_POPULATE
-    fd = -1
-    try:
-        fd = os.memfd_create(name, flags)
-        os.ftruncate(fd, nbytes)
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | populated)
-        if pages is Pages.TRANSPARENT:
-            populate_transparent(mapping)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        raise ConfigError(_advice(nbytes, pages, error)) from error
-    return fd, mapping
+        self._memory.close()
 
 
 def _advice(nbytes: int, pages: Pages, error: OSError) -> str:

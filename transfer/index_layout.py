@@ -10,8 +10,8 @@
 
 A row says where one block is. It stands in one of the two buckets that its key names, in one of the tables; a tag
 of 0 is an empty row. All is read without a lock, so whoever reads may see half of a row: its last word is a digest
-of the others, and is zeroed before anything else when the block goes. Rows of one block lifetime are all different,
-since a generation is never given twice: a digest that is unchanged means that the row stood all the time.
+of the others, and is zeroed before anything else when the block goes. A generation is never given twice, so a digest
+that is unchanged means, but for one chance in 2^63, that the row stood all the time; readers compare generations, too.
 
 A *scope* is a shelf: a tenant's blocks of one namespace and weight epoch. Its word holds the number that its rows
 carry; another value there means that none of them counts any more.

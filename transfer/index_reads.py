@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from kvstrata.proto.errors import KVError, ProtocolError, Refused, Unauthenticated
+from kvstrata.proto.errors import KVError, Refused, Unauthenticated
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
@@ -38,6 +38,8 @@ log = get_logger(__name__)
 SCOPES_MAX: Final = 4096
 #: How often a client that shows tickets asks whether it may still read; and how long it is between two attempts.
 ASK_S: Final = 1.0
+#: A client that shows tickets reads by the index for so long without having asked: who asks may be held up.
+UNASKED_S: Final = 5.0
 
 _LOADED: Final = int(BlockStatus.LOADED)
 
@@ -95,7 +97,7 @@ class IndexReads:
             self._wanted = False
         except KVError as error:
             self._index = None
-            self._refused = isinstance(error, Refused | ProtocolError) and not isinstance(error, Unauthenticated)
+            self._refused = isinstance(error, Refused) and not isinstance(error, Unauthenticated)
             self._wanted = not self._refused
             say = log.info if self._refused else log.debug
             say("a node is asked for each block", node=self._link.endpoint.node_id, reason=str(error))
@@ -106,7 +108,10 @@ class IndexReads:
         """What can be found, and the rest by ``ask``. ``few``: blocks are few, in one piece each; nobody watches."""
         index = self._index
         scope = self._scopes.get((request.namespace, request.salt, request.epoch)) if index is not None else None
-        if scope is None or index is None or not index.in_force(scope) or time.monotonic() > request.deadline:
+        now = time.monotonic()
+        if scope is None or index is None or now > request.deadline or not index.in_force(scope):
+            return ask(request)
+        if self._asks and now > self._ask_at - ASK_S + UNASKED_S:
             return ask(request)
         try:
             if few:

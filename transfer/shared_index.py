@@ -93,6 +93,8 @@ class SharedIndex:
 
     def add(self, table: int, nbytes: int) -> None:
         """Map one more table by its descriptor, which stays the caller's."""
+        if len(self._tables) >= layout.TABLES_MAX:
+            raise ProtocolError(f"the shared index has more than {layout.TABLES_MAX} tables")
         self._tables = (_Table(_mapped(table, nbytes), nbytes), *self._tables)
 
     @property

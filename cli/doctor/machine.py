@@ -21,7 +21,7 @@ from kvstrata.cli.doctor.rows import Check, Row, Verdict
 from kvstrata.cli.sizes import format_size
 from kvstrata.storage import huge_pages as pages
 from kvstrata.storage.config import MEMORY_SPARE_BYTES, memory_available
-from kvstrata.storage.slab import SEALS
+from kvstrata.storage.sealed_memory import SEALS
 from kvstrata.transfer.identity import SOFTWARE
 
 SHM_BYTES_MIN: Final = 1 << 30

@@ -53,7 +53,6 @@ class Published:
         self.tables: list[Table] = []
         self.rows = 0  #: that there are
         self.blocks = 0  #: rows that are taken
-        self.crowded = 0  #: blocks that found no place
         self._grows = True
         self._scopes_free: list[int] = []
         self._scopes_used = 0
@@ -87,7 +86,6 @@ class Published:
         """Blocks of a shelf are readable from here on."""
         scope = shelf.scope or self._begin(shelf)
         if not scope:
-            self.crowded += len(blocks)
             return
         if self.blocks + len(blocks) > FULL * self.rows:
             self._grow()
@@ -104,7 +102,6 @@ class Published:
             if row >= 0:
                 self.blocks += 1
                 return number, row
-        self.crowded += 1
         return None
 
     def _enter(self, block: Block, scope: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,12 +111,10 @@ def test_a_node_that_stands_still_is_soon_distrusted_and_a_dead_one_at_once(tmp_
             engine.store()
             until(lambda: engine.by_index() == COUNT)
             pool.node().signal(signal.SIGSTOP)
-            stopped = time.monotonic()
             until(lambda: not engine.load().loaded.any(), BOUND_S)
             assert engine.by_index() == 0
             pool.node().signal(signal.SIGCONT)
             until(lambda: engine.by_index() == COUNT, 20)
-            assert time.monotonic() - stopped > 1.0
             pool.node().signal(signal.SIGKILL)
             assert not engine.load().loaded.any()
     finally:

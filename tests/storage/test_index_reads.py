@@ -21,6 +21,7 @@ from kvstrata.transfer import index_layout, index_reads
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Push
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity, boot_id
+from kvstrata.transfer.index_reads import UNASKED_S
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.shm import ShmPeer
@@ -248,6 +249,18 @@ def test_a_node_without_a_sign_of_life_is_asked(engine: Engine, monkeypatch: pyt
     assert (engine.load(range(20)).status == LOADED).all()
     monkeypatch.undo()
     until(lambda: engine.load(range(20)).by_index == 20)
+
+
+def test_who_has_not_asked_for_long_whether_it_may_read_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rights end, and whoever is to ask each second may be held up."""
+    ready(engine, range(4))
+    monkeypatch.setattr(engine.peer.index, "_asks", True)
+    monkeypatch.setattr(engine.peer.index, "upkeep", lambda: None)
+    engine.peer.index._ask_at = time.monotonic()
+    assert engine.load(range(4)).by_index == 4
+    engine.peer.index._ask_at -= UNASKED_S
+    got = engine.load(range(4))
+    assert got.by_index == 0 and got.status.tolist() == [LOADED] * 4
 
 
 def test_a_node_that_stops_is_not_read_from(running: StorageNode) -> None:

@@ -21,10 +21,11 @@ from kvstrata.proto.errors import ConfigError, InvalidArgument, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import dram_arena, slab_bytes_for
 from kvstrata.storage.records import Block, NamespaceEntry, Shelf
+from kvstrata.storage.sealed_memory import SEALS
 from kvstrata.storage.serving import process_memory
 from kvstrata.storage.serving.pieces import placed, read_few
 from kvstrata.storage.serving.regions import RegionAsk, RegionBook, read_descriptors, spread
-from kvstrata.storage.slab import SEALS, Slab, slot_size, slots_of
+from kvstrata.storage.slab import Slab, slot_size, slots_of
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.storage.arena import dram_arena
 from kvstrata.storage.records import VISIBLE, Block
 from kvstrata.storage.serving import published as module
-from kvstrata.storage.serving.index_memory import SharedMemory
+from kvstrata.storage.serving.index_memory import shared_memory
 from kvstrata.storage.serving.published import Published
 from kvstrata.storage.state import NodeState, WriteAsk
 from kvstrata.transfer import index_layout as layout
@@ -58,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.patch.setattr(module, "BLOCK_BYTES_FIRST", 1 << 30)
         self.patch.setattr(module, "FEW", 4)
         self.arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-        self.published = Published(7, self.arena.bytes_total * 8, SharedMemory)
+        self.published = Published(7, self.arena.bytes_total * 8, shared_memory)
         self.state = NodeState(self.arena, published=self.published)
         self.reader = Reader(self.published)
         self.namespaces = [Namespace(f"model-{width}", 512, 16, hash_bytes=width) for width in WIDTHS]
@@ -143,7 +143,7 @@ TestIndex = IndexMachine.TestCase
 def filled() -> Iterator[tuple[Published, SharedIndex, list[Block], int]]:
     """200 blocks of one tenant."""
     arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-    published = Published(7, arena.bytes_total, SharedMemory)
+    published = Published(7, arena.bytes_total, shared_memory)
     state = NodeState(arena, published=published)
     handle, _ = state.open_namespace(Namespace("model", 256, 16))
     got = state.reserve(SESSION, WriteAsk(handle, "", keys(range(200)), deadline_ms=1000), 1.0)
@@ -160,7 +160,7 @@ def filled() -> Iterator[tuple[Published, SharedIndex, list[Block], int]]:
 def test_half_of_another_row_is_no_row(which: int, others: int, words: set[int]) -> None:
     """Whichever words of a row are already those of another block, as a reader may see them on any CPU."""
     arena = dram_arena(2 * SLAB_BYTES, SLAB_BYTES)
-    published = Published(7, arena.bytes_total, SharedMemory)
+    published = Published(7, arena.bytes_total, shared_memory)
     try:
         state = NodeState(arena, published=published)
         handle, _ = state.open_namespace(Namespace("model", 256, 16))
@@ -227,6 +227,11 @@ def test_memory_that_is_no_index_is_refused(filled: tuple[Published, SharedIndex
         SharedIndex(head.share_fd, 4096, 7)
     with pytest.raises(ProtocolError, match="a table of the shared index"):
         SharedIndex(head.share_fd, head.nbytes, 7).add(table.share_fd, table.nbytes - 64)
+    index = SharedIndex(head.share_fd, head.nbytes, 7)
+    with pytest.raises(ProtocolError, match="more than"):
+        for _ in range(layout.TABLES_MAX + 1):
+            index.add(table.share_fd, table.nbytes)
+    assert index.memories == 1 + layout.TABLES_MAX
 
 
 def test_it_stays_within_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +249,8 @@ def test_it_stays_within_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch
         state.commit(SESSION, got.reservation.id, [0] * 500, None, 1.0)
     state.check()
     first = module.BUCKETS_MIN * layout.BUCKET_BYTES
-    assert published.crowded and published.nbytes <= max(first, arena.bytes_total // module.ARENA_SHARE)
-    assert published.blocks + published.crowded >= state.inventory.visible > published.blocks
+    assert published.nbytes <= max(first, arena.bytes_total // module.ARENA_SHARE)
+    assert state.inventory.visible > published.blocks > 0
     published.close()
     arena.close()
 
