@@ -116,7 +116,9 @@ class Campaign:
 
     def _turn(self) -> None:
         standing = self._hub.standing()
-        self._act(self.election.told(standing.heard, standing.contested, self._clock()), "a node obeys a later leader")
+        move = self.election.told(standing.heard, standing.contested, self._clock())
+        self._behind = self._behind or move is Move.STEP_DOWN  # the store gave the lease, and may know nothing of it
+        self._act(move, "a node obeys a later leader")
         try:
             self._look()
             record = self._asked()
@@ -180,10 +182,12 @@ class Campaign:
             self.election.failed(self._clock())
             self._give_up_lease()
             raise
+        as_of = saved.last_command if self._behind else None
         if self._saved is not None and (self._emptied or saved.revision < self._seen):
             self._lost = True
+            as_of = self._saved.last_command
             saved = replace(self._saved, last_command=max(saved.last_command, self._saved.last_command))
-        self._office.lead(saved, epoch)
+        self._office.lead(saved, epoch, as_of)
         self._was_leader = self._behind = False
 
     def _give_up_lease(self) -> None:
