@@ -54,9 +54,9 @@ def test_the_fixed_seeds() -> None:
 
 
 @pytest.mark.timeout(FIXED_S + OVERTIME_S + 10)
-@pytest.mark.parametrize("seed", ONCE_FAILED)
-def test_seeds_that_failed_once(seed: int) -> None:
-    simulate("--seed", str(seed), seconds=FIXED_S)
+@pytest.mark.parametrize("number", ONCE_FAILED)
+def test_seeds_that_failed_once(number: int) -> None:
+    simulate("--seed", str(number), seconds=FIXED_S)
 
 
 @pytest.mark.timeout(FRESH_S + OVERTIME_S + 60)
