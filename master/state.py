@@ -250,11 +250,14 @@ class MasterState:
         if copy.as_of >> COMMAND_BITS > event.leader_epoch:
             return  # no leader that the node obeyed has given that number
         fields: dict[str, object] = {"node_id": event.facts.node_id, "as_of": copy.as_of}
+        before = self.copies.as_of
         try:
             rows = self.copies.adopt(copy, self.quotas, self.replication, self.membership, now)
         except (KVError, ValueError) as error:
             self._emit(m.Report("a node's copy of policies is refused", {**fields, "reason": str(error)}))
             return
+        if self.copies.as_of != before:
+            self._emit(m.SaveOrdered(self.copies.as_of))
         if rows:
             self._emit(m.Report("node knows newer policies", {**fields, "rows": rows}))
 
