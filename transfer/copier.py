@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -108,6 +108,23 @@ def copy_one(target: int, source: int, length: int) -> None:
         _memmove(target, source, length)
     else:
         copy(np.array([target]), np.array([source]), np.array([length]))
+
+
+def copy_few(pairs: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Copy ``nbytes`` from each pair's second address to its first, in order; what is contiguous on both sides at once.
+
+    For a handful of pairs, of which arrays would cost more than they save. The caller vouches for every address.
+    """
+    target = source = length = 0
+    for to, origin in pairs:
+        if origin - source == to - target == length:
+            length += nbytes
+            continue
+        if length:
+            copy_one(target, source, length)
+        target, source, length = to, origin, nbytes
+    if length:
+        copy_one(target, source, length)
 
 
 def copy_into(blocks: BlockView, source: Int64s) -> None:
