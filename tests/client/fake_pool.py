@@ -165,7 +165,8 @@ class FakePeer:
         return self.node
 
     def reachable(self) -> bool:
-        return self.node.fails is None
+        """A node that refuses a call is there, as over a real connection."""
+        return not isinstance(self.node.fails, Unavailable)
 
     def upkeep(self) -> None:
         self.upkeeps += 1
