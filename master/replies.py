@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
+import numpy.ma  # np.unique does when it is first called: 15 ms and a full garbage collection, of somebody's first call
 import numpy.typing as npt
 
 from kvstrata.master.content.lookups import LookedUp
