@@ -59,10 +59,10 @@ CLIENT_FRAMES: Final = {
     (INDEX, "load"): {},
     ("shm", "lookup"): {"LOOKUP": 1},
     ("shm", "load"): {"ACQUIRE": 1},
-    ("shm", "store"): {"PLACE": 1, "PULL": 1},
+    ("shm", "store"): {"PULL": 1},
     ("tcp", "lookup"): {"LOOKUP": 1},
     ("tcp", "load"): {"ACQUIRE": 1},
-    ("tcp", "store"): {"PLACE": 1, "RESERVE": 1, "WRITE": 1},
+    ("tcp", "store"): {"RESERVE": 1, "WRITE": 1},
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
 NODE_CALLS: Final = {"reserve": (190, 1.0), "commit": (143, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}

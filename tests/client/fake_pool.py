@@ -246,6 +246,7 @@ class FakeMaster:
         self.reports: list[pb.MissReport] = []
         self.asked: list[pb.Lookup] = []
         self.placed: list[pb.Place] = []
+        self.stands_ms = 0
         self.strict_epoch = False
         self.lookups = 0
         self.removed: list[bytes] = []
@@ -361,6 +362,7 @@ class FakeMaster:
             run_state=np.array(states, np.uint8).tobytes(),
             run_length=np.ones(len(codes), np.uint32).tobytes(),
             nodes=[_ref(node) for node in self.nodes.values()] if self.place_at else [],
+            stands_ms=self.stands_ms,
         )
         return Reply(Kind.PLACE_OK, reply.SerializeToString())
 
