@@ -26,8 +26,17 @@ Order = Sequence[int] | None
 END_S: Final = 5.0
 
 
-def memcpy_round(block_bytes: int, batch: int, *, hashed: bool, calls: int, order: Order = None) -> Round:
-    """Copy ``batch`` pieces a call. ``order``: where piece i lies on one of both sides; as they come by default."""
+def memcpy_round(
+    block_bytes: int,
+    batch: int,
+    *,
+    hashed: bool,
+    calls: int,
+    order: Order = None,
+    begin: Callable[[], None] = lambda: None,
+) -> Round:
+    """Copy ``batch`` pieces a call. ``order``: where piece i lies on one of both sides; as they come by default.
+    ``begin`` returns when to begin, all being ready."""
     source, target = (_memory(side, batch * block_bytes).reshape(batch, block_bytes) for side in (0, 1))
     rows = [target[place] for place in (range(batch) if order is None else order)]
 
@@ -38,6 +47,7 @@ def memcpy_round(block_bytes: int, batch: int, *, hashed: bool, calls: int, orde
                 xxhash.xxh3_64_intdigest(rows[index])
 
     call()
+    begin()
     return measure([call] * calls, calls * batch * block_bytes)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import BATCH, Case, size_name
-from suite_clients import clients_pool
+from suite_clients import FIRST, clients_pool
 from suite_machine import busy, machine, versions
 from suite_main_pool import groups_of_main_pool, main_pool
 from suite_markdown import sections, write
@@ -46,7 +46,7 @@ KINDS: Final = ("blocks", "paged", "lookup", "clients", "mixed", "ssd", "latency
 def stages(scale: Scale) -> Iterator[tuple[Stage, list[str]]]:
     """Each with a pool of its own, and the names of its groups."""
     yield main_pool, groups_of_main_pool(scale)
-    yield clients_pool, [f"clients {count}" for count in scale.clients]
+    yield clients_pool, [FIRST, *(f"clients {count}" for count in scale.clients)]
     yield mixed_pool, ["mixed"]
     yield ssd_pool, ["ssd"]
 

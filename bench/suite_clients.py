@@ -1,4 +1,8 @@
-"""Several clients at once, each a process: what they move together, and copies by as many processes beside it."""
+"""Several clients at once, each a process: what they move together, and copies by as many processes beside it.
+
+Before each measurement all have done the same once, as rooflines have; but for ``first loads``, which are of clients
+that have just begun and have read none of the blocks before.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,12 @@ from transfer_shapes import Shape, Worker, serve
 SHAPE: Final = Shape("clients", BATCH, 1 << 20)
 TRANSPORTS: Final = ("shm", "tcp")
 #: From the question to the moment at which all begin.
-LEAD_S: Final = 0.05
+LEAD_S: Final = 0.25
 #: Of all clients together in one round.
 CALLS: Final = 16
 CALLS_MIN: Final = 2
 HELD: Final = 2
+FIRST: Final = "clients first"
 
 
 def client(pipe: Connection, master: str, number: int) -> None:
@@ -47,13 +52,11 @@ def _moves(way: Way, loads: list[Callable[[], None]], op: str, calls: int, at: f
 
 
 def _copies(op: str, calls: int, at: float) -> Round:
-    wait_until(at)
-    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=False, calls=calls)
+    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=False, calls=calls, begin=partial(wait_until, at))
 
 
 def _hashes(op: str, calls: int, at: float) -> Round:
-    wait_until(at)
-    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=True, calls=calls)
+    return memcpy_round(SHAPE.block_bytes, SHAPE.blocks, hashed=True, calls=calls, begin=partial(wait_until, at))
 
 
 def measured(calls: list[Callable[[], Any]], count: int, at: float) -> Round:
@@ -67,9 +70,9 @@ def wait_until(at: float) -> None:
 
 @contextlib.contextmanager
 def clients_pool(scale: Scale, wanted: Callable[[str], bool]) -> Iterator[list[Group]]:
-    """Groups of one, two and more clients; open until the end of the block."""
+    """First loads, then groups of one, two and more clients; open until the end of the block."""
     counts = [count for count in scale.clients if wanted(f"clients {count}")]
-    most = max(counts)
+    most = max(scale.clients if wanted(FIRST) else counts)
     bytes_held = (most * (len(TRANSPORTS) * HELD) + max(CALLS, CALLS_MIN * most) + 2) * SHAPE.nbytes
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(pool(f"{(bytes_held >> 20) * 5 // 4}MiB", "off"))
@@ -77,29 +80,46 @@ def clients_pool(scale: Scale, wanted: Callable[[str], bool]) -> Iterator[list[G
         for number in range(most):
             workers.append(Worker(client, running.master, number))
             stack.callback(workers[-1].close)
-        yield [_group(running, workers[:count]) for count in counts]
+        first = [_first(running, workers)] if wanted(FIRST) else []
+        yield [*first, *(_group(running, workers[:count]) for count in counts)]
+
+
+def _first(running: Pool, workers: list[Worker]) -> Group:
+    case = Case("clients", "load", SHAPE.blocks, SHAPE.block_bytes, f"{_number(workers)}, first loads")
+
+    def turn(system: str) -> Found:
+        return {case: _together(running, workers, system, "load", HELD)}
+
+    systems = [f"kvstrata-{transport}" for transport in TRANSPORTS]
+    return Group(FIRST, {system: partial(turn, system) for system in systems})
 
 
 def _group(running: Pool, workers: list[Worker]) -> Group:
-    count = len(workers)
-    calls = max(CALLS_MIN, CALLS // count)
-    note = f"{count} client{'s' if count > 1 else ''}"
-
-    def together_of(system: str, op: str) -> Round:
-        watch, at = CpuWatch(running.pids), time.monotonic() + LEAD_S
-        for worker in workers:
-            worker.ask(system, op, calls, at)
-        done = [worker.attempt() for worker in workers]  # all of them, so that none has an answer left in its pipe
-        failed = [one for one in done if not isinstance(one, Round)]
-        if failed:
-            raise Missed(f"{len(failed)} of {count} clients: {failed[0]}")
-        return joined([one for one in done if isinstance(one, Round)], watch.seconds(), at_once=count)
+    calls = max(CALLS_MIN, CALLS // len(workers))
 
     def turn(system: str) -> Found:
-        return {
-            Case("clients", op, SHAPE.blocks, SHAPE.block_bytes, note): together_of(system, op)
-            for op in ("store", "load")
-        }
+        found = {}
+        for op in ("store", "load"):
+            if op == "load" or not system.startswith("kvstrata"):  # a store has been made by each that holds blocks
+                _together(running, workers, system, op, HELD)
+            case = Case("clients", op, SHAPE.blocks, SHAPE.block_bytes, _number(workers))
+            found[case] = _together(running, workers, system, op, calls)
+        return found
 
     systems = [*(f"kvstrata-{transport}" for transport in TRANSPORTS), "memcpy", "memcpy+xxh3"]
-    return Group(f"clients {count}", {system: partial(turn, system) for system in systems})
+    return Group(f"clients {len(workers)}", {system: partial(turn, system) for system in systems})
+
+
+def _number(workers: list[Worker]) -> str:
+    return f"{len(workers)} client{'s' if len(workers) > 1 else ''}"
+
+
+def _together(running: Pool, workers: list[Worker], system: str, op: str, calls: int) -> Round:
+    watch, at = CpuWatch(running.pids), time.monotonic() + LEAD_S
+    for worker in workers:
+        worker.ask(system, op, calls, at)
+    done = [worker.attempt() for worker in workers]  # all of them, so that none has an answer left in its pipe
+    failed = [one for one in done if not isinstance(one, Round)]
+    if failed:
+        raise Missed(f"{len(failed)} of {len(workers)} clients: {failed[0]}")
+    return joined([one for one in done if isinstance(one, Round)], watch.seconds(), at_once=len(workers))

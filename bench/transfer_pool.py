@@ -117,6 +117,7 @@ class Way:
             self._source, given = self._region(memory)
             self._target, self._got = self._region("private" if memory == "shared" else memory)
             given[:] = self._bytes
+            self._got[:] = 0  # every page is there, as in an engine that has run for a while
             self.reached = self._reach()
         except BaseException:
             self._stack.close()

@@ -43,6 +43,7 @@ from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.open_clients import OPEN, Metered
 from kvstrata.client.outcomes import WHOLE_CALL, refused_late
 from kvstrata.client.peers import Peers
+from kvstrata.client.placing import Placer
 from kvstrata.client.plan import blocks_in_message
 from kvstrata.client.prefetching import Begun, Prefetch, Prefetcher
 from kvstrata.client.reading import Reader
@@ -132,17 +133,18 @@ class Client:
         self._fanout = Fanout()
         self._looker = Looker(self._directory, self._peers, self._recent, self._counters)
         self._reader = Reader(self._directory, self._peers, self._recent, self._fanout)
-        self._writer = Writer(self._directory, self._peers, self._recent, self._fanout, self._counters)
+        placer = Placer(self._directory, self._peers.boot_id)
+        self._writer = Writer(self._directory, placer, self._peers, self._recent, self._fanout, self._counters)
         self._prefetcher = Prefetcher(self._looker, self._peers, self._fanout)
         self._hinter = Hinter(self._looker, self._recent, self._peers, self._fanout)
         self._transfers = Transfers()
         self._views: set[View] = set()
-        parts: tuple[_Part, ...] = (self._transfers, self._fanout, self._peers, self._directory, self._choice)
+        parts: tuple[_Part, ...] = (self._transfers, self._fanout, self._peers, placer, self._directory, self._choice)
         parts += (self._memory,) if self._tickets is None else (self._memory, self._tickets)
         self._greet(parts)
         self._metered = Metered(identity.name, self._counters, self._directory, self._peers, self._tickets)
         OPEN.add(self._metered)
-        self._keeper = start_keeper(self._directory, self._peers)
+        self._keeper = start_keeper(self._directory, self._peers, placer)
         # Neither the keeper nor the parts hold the client: one that is dropped without close ends here.
         self._end = weakref.finalize(self, _end, self._pid, self._keeper, parts, self._metered)
 

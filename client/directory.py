@@ -117,9 +117,13 @@ class Directory:
         boot_id: str,
         deadline: float,
         avoid: Sequence[Endpoint] = (),
+        unasked: bytes = b"",
     ) -> Placed:
-        """Where to store; ``avoid`` and errors as for :meth:`lookup`."""
+        """Where to store; ``avoid`` and errors as for :meth:`lookup`. ``unasked``: packed hashes of what went to a sole
+        node without a question, ``HASHES_MAX`` at most."""
         ids, incarnations = [node.node_id for node in avoid], [node.incarnation for node in avoid]
+
+        pieces = _split(packed, namespace.hash_bytes)
 
         def ask(piece: bytes) -> Placed:
             def build(handle: int) -> Message:
@@ -132,6 +136,7 @@ class Directory:
                     avoid=ids,
                     avoid_incarnation=incarnations,
                     trace=TRACING.here(),
+                    unasked=unasked if piece is pieces[0] else b"",
                 )
 
             def placed(master: Master) -> Placed:
@@ -141,7 +146,7 @@ class Directory:
             return self.masters.leading(placed)
 
         with TRACING.span("kvstrata.directory.place", kind=SpanKind.CLIENT):
-            return join_placed([ask(piece) for piece in _split(packed, namespace.hash_bytes)])
+            return join_placed([ask(piece) for piece in pieces])
 
     def remove(self, namespace: PoolNamespace, salt: str, packed: bytes, deadline: float, left_ms: int) -> RemoveResult:
         """Raises like :meth:`lookup`. ``left_ms``: how long the master may wait for nodes to confirm."""

@@ -1,5 +1,5 @@
-"""The client's one background loop: leases given back, views renewed, breakers probed, signs of life exchanged with
-masters, old peers closed.
+"""The client's one background loop: leases given back, views renewed, breakers probed, stores told of, signs of life
+exchanged with masters, old peers closed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstrata.client.directory import Directory
 from kvstrata.client.peers import Peers
+from kvstrata.client.placing import Placer
 from kvstrata.transfer.loops import Loop
 from kvstrata.transfer.traces import join_host
 
@@ -19,13 +20,14 @@ PROBE_BUDGET_S: Final = 0.1
 BOUND_S: Final = 5.0
 
 
-def start_keeper(directory: Directory, peers: Peers) -> Loop:
+def start_keeper(directory: Directory, peers: Peers, placer: Placer) -> Loop:
     """Start the loop; the caller stops it."""
 
     def turn() -> None:
         join_host()
         peers.close_retired()
         peers.upkeep(PROBE_BUDGET_S)
+        placer.upkeep()
         now = time.monotonic()
         for master in directory.masters:
             master.upkeep(now)

@@ -25,6 +25,8 @@ U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 S = TypeVar("S", bound=np.generic)
 
+#: No answer to a placement stands for longer, whatever a master says.
+STANDS_MAX_S: Final = 2.0
 NODES_MAX: Final = ((1 << 16) - 1) // 4
 #: Tenants whose last answers are kept, and answers for each.
 TENANTS_MAX: Final = 64
@@ -57,7 +59,8 @@ class Located(msgspec.Struct, frozen=True):
 class Placed(msgspec.Struct, frozen=True):
     """A placement's answer: ``codes`` u16[n] (0 = nowhere), ``states`` u8[n] (:class:`PlaceState`).
 
-    ``code`` and ``state``: those of all blocks, where it is known that they have the same; else None.
+    ``code`` and ``state``: those of all blocks, where it is known that they have the same; else None. ``stands_s``: for
+    so long the one node of ``nodes`` may be sent more of the tenant's blocks without asking.
     """
 
     codes: U16
@@ -65,6 +68,7 @@ class Placed(msgspec.Struct, frozen=True):
     nodes: tuple[Endpoint, ...]
     code: int | None = None
     state: int | None = None
+    stands_s: float = 0.0
 
 
 class Hint(NamedTuple):
@@ -104,14 +108,15 @@ def decode_place(reply: pb.PlaceOk, count: int) -> Placed:
     """Arrays of a placement's answer for ``count`` blocks; raises like :func:`decode_lookup`."""
     nodes = _endpoints(reply.nodes)
     code, states = _only_code(reply.run_code, reply.run_length, count), reply.run_state
+    stands_s = min(reply.stands_ms / 1e3, STANDS_MAX_S) if len(nodes) == 1 else 0.0
     if code is not None and len(states) == 1:
         _check_codes(code, nodes)
         state = states[0]
-        return Placed(filled(count, code, np.uint16), filled(count, state, np.uint8), nodes, code, state)
+        return Placed(filled(count, code, np.uint16), filled(count, state, np.uint8), nodes, code, state, stands_s)
     lengths = _array(reply.run_length, np.uint32)
     codes = _expand(_array(reply.run_code, np.uint16), lengths, count)
     _check_codes(int(codes.max(initial=0)), nodes)
-    return Placed(codes, _expand(_array(states, np.uint8), lengths, count), nodes)
+    return Placed(codes, _expand(_array(states, np.uint8), lengths, count), nodes, stands_s=stands_s)
 
 
 def join_located(parts: Sequence[Located]) -> Located:

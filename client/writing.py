@@ -20,6 +20,7 @@ from kvstrata.client.locations import Hint, Placed, RecentLocations, chosen
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.client.outcomes import WHOLE_CALL, refused_late, status_of, unanswered
 from kvstrata.client.peers import Peers
+from kvstrata.client.placing import Placer
 from kvstrata.client.plan import Part, gather, stripes
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
@@ -71,10 +72,17 @@ class Writer:
     """Thread-safe: all state of a call is on its stack."""
 
     def __init__(
-        self, directory: Directory, peers: Peers, recent: RecentLocations, fanout: Fanout, counters: Counters
+        self,
+        directory: Directory,
+        placer: Placer,
+        peers: Peers,
+        recent: RecentLocations,
+        fanout: Fanout,
+        counters: Counters,
     ) -> None:
         self._counters = counters
         self._directory = directory
+        self._placer = placer
         self._peers = peers
         self._recent = recent
         self._fanout = fanout
@@ -163,9 +171,7 @@ class Writer:
         return moved, chosen(first, Hint(again.codes, again.nodes), taken)
 
     def _ask(self, offered: Offered, avoid: Sequence[Endpoint]) -> Placed:
-        return self._directory.place(
-            offered.namespace, offered.salt, offered.hashes, self._peers.boot_id, offered.deadline, avoid
-        )
+        return self._placer.place(offered.namespace, offered.salt, offered.hashes, offered.deadline, avoid)
 
     def _place(self, offered: Offered, status: npt.NDArray[np.uint8], avoid: Sequence[Endpoint]) -> Placed | None:
         """Where each block goes; with no master the node on this host. None: nowhere, ``status`` says why."""

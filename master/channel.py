@@ -117,8 +117,10 @@ class MasterChannel:
         host = request.boot_id or connection.owner.hello.boot_id
         avoid = _avoided(request)
         writer = writer_tag(connection.owner.key)
-        placed, nodes = self._calls.place(opened, request.salt, request.hashes, host, request.epoch, avoid, writer)
-        return Reply(Kind.PLACE_OK, place_ok(placed, nodes).SerializeToString())
+        placed, nodes = self._calls.place(
+            opened, request.salt, request.hashes, host, request.epoch, avoid, writer, request.unasked
+        )
+        return Reply(Kind.PLACE_OK, place_ok(placed, nodes, standing=True).SerializeToString())
 
     def _touched(
         self, connection: ServerConnection, request: pb.Lookup | pb.Place | pb.MissReport | pb.Remove

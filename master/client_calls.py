@@ -89,11 +89,15 @@ class ClientCalls:
         epoch: int | None = None,
         avoid: Collection[m.Process] = (),
         writer: int = 0,
+        unasked: bytes = b"",
     ) -> tuple[Placed, _Nodes]:
-        """Where to store blocks, and the nodes that the codes' slots name. Raises as :meth:`Questions.place`,
-        and :class:`NotLeader` when another master leads: its placement is the better one."""
+        """Where to store blocks, and the nodes that the codes' slots name. ``unasked``: hashes of what the writer sent
+        to the pool's one node since it asked. Raises as :meth:`Questions.place`, and :class:`NotLeader` when another
+        master leads: its placement is the better one."""
         check_salt(salt)
-        keys = fold(hashes, whole_hashes(hashes, opened.namespace.hash_bytes))
+        width = opened.namespace.hash_bytes
+        keys = fold(hashes, whole_hashes(hashes, width))
+        went = fold(unasked, whole_hashes(unasked, width)) if unasked else None
 
         def ask(state: MasterState, now: float) -> tuple[tuple[Placed, _Nodes, float], list[m.Command]]:
             group = opened.group.number
@@ -101,6 +105,9 @@ class ClientCalls:
             return (placed, state.membership.slot_facts, now), state.taken()
 
         placed, facts, now = self._hub.order(ask, durable=False, or_none=True)
+        if went is not None:
+            self._hub.metrics.went(len(went))
+            self._log(opened, salt, went, None, now)
         self._hub.metrics.placed(placed.states)
         self._log(opened, salt, keys, None, now)
         return placed, facts

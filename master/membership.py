@@ -119,6 +119,14 @@ class Membership:
         facts = self.slot_facts.items()
         return frozenset(slot for slot, fact in facts if (fact.node_id, fact.incarnation) in processes)
 
+    def sole(self) -> int | None:
+        """The directory slot of the node that takes new blocks, where the pool has no other, not even one that is away;
+        else None."""
+        slots = self.takers.lineup.slots
+        if len(slots) != 1 or (len(self.nodes) > 1 and sum(node.may_hold_blocks for node in self.nodes) > 1):
+            return None
+        return int(slots[0])
+
     def active(self) -> dict[int, Node]:
         """Nodes that may be read from and written to, by directory slot."""
         return {

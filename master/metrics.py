@@ -69,6 +69,10 @@ class Metrics:
             if count:
                 counter.inc(count)
 
+    def went(self, blocks: int) -> None:
+        """Count blocks that went to a pool's one node without a question."""
+        self._places[PlaceState.NEW].inc(blocks)
+
 
 def _tiers(found: Found, size: int) -> list[int]:
     """Blocks that are there, by tier. A code is 1 + 4 * slot + tier."""

@@ -45,16 +45,23 @@ _PRESENT, _NEW, _IN_FLIGHT, _NOWHERE = (
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``codes`` u16[n] (1 + 4 * slot; 0 nowhere) and ``states`` u8[n] (:class:`PlaceState`)."""
+    """``codes`` u16[n] (1 + 4 * slot; 0 nowhere) and ``states`` u8[n] (:class:`PlaceState`).
+
+    ``sole``: the slot of the one node that everything goes to, whatever is asked next; None while there is a choice.
+    """
 
     codes: Codes
     states: npt.NDArray[np.uint8]
+    sole: int | None = None
 
     def new_blocks(self) -> Mapping[int, int]:
         """Blocks that the writer is to store, by location code."""
         if len(self.codes) <= FEW:
-            pairs = zip(self.codes.tolist(), self.states.tolist(), strict=True)
-            return Counter(code for code, state in pairs if state == _NEW)
+            counts: dict[int, int] = {}  # a Counter takes longer to make than to fill
+            for code, state in zip(self.codes.tolist(), self.states.tolist(), strict=True):
+                if state == _NEW:
+                    counts[code] = counts.get(code, 0) + 1
+            return counts
         return Counter(self.codes[self.states == _NEW].tolist())
 
 

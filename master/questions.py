@@ -149,7 +149,8 @@ class Questions:
             node, nbytes = takers.node((code - 1) >> 2), count * namespace.block_bytes
             node.sent(nbytes)
             quotas.placed(salt, node.node_id, nbytes)
-        return placed
+        sole = self._membership.sole() if self._standing.leading else None
+        return placed if sole is None else Placed(placed.codes, placed.states, sole)
 
     # ------------------------------------------------------------------ what is on its way, and what did not come
 

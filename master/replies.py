@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Final
 
 import numpy as np
+import numpy.ma  # np.unique does when it is first called: 15 ms and a full garbage collection, of somebody's first call
 import numpy.typing as npt
 
 from kvstrata.master.content.lookups import LookedUp
@@ -17,6 +19,10 @@ from kvstrata.master.placement import Placed
 from kvstrata.proto import channel_pb2 as pb
 
 Runs = npt.NDArray[np.int64]
+
+#: For so long a writer need not ask again where the pool has one node: so late it may hear of a second one. That a node
+#: takes no more blocks it says itself.
+STANDS_MS: Final = 1000
 
 
 def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]) -> pb.LookupOk:
@@ -40,8 +46,17 @@ def lookup_ok(answer: LookedUp, shard_count: int, nodes: Mapping[int, NodeFacts]
     )
 
 
-def place_ok(placed: Placed, nodes: Mapping[int, NodeFacts]) -> pb.PlaceOk:
-    """Encode a placement: a run has one code and one state."""
+def place_ok(placed: Placed, nodes: Mapping[int, NodeFacts], *, standing: bool = False) -> pb.PlaceOk:
+    """Encode a placement: a run has one code and one state. ``standing``: the writer may be told that it stands."""
+    answer = _place_ok(placed, nodes)
+    if standing and placed.sole is not None:
+        if not answer.nodes:  # nothing was asked but whether it still stands
+            answer.nodes.append(node_ref(nodes[placed.sole]))
+        answer.stands_ms = STANDS_MS
+    return answer
+
+
+def _place_ok(placed: Placed, nodes: Mapping[int, NodeFacts]) -> pb.PlaceOk:
     if len(placed.codes) <= FEW:
         blocks = zip(placed.codes.tolist(), placed.states.tolist(), strict=True)
         runs = [(code, state, len(list(run))) for (code, state), run in groupby(blocks)]

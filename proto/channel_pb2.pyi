@@ -206,7 +206,7 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid", "avoid_incarnation", "trace")
+    __slots__ = ("ns", "salt", "hashes", "boot_id", "epoch", "avoid", "avoid_incarnation", "trace", "unasked")
     NS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class Place(_message.Message):
     AVOID_FIELD_NUMBER: _ClassVar[int]
     AVOID_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    UNASKED_FIELD_NUMBER: _ClassVar[int]
     ns: int
     salt: str
     hashes: bytes
@@ -223,19 +224,22 @@ class Place(_message.Message):
     avoid: _containers.RepeatedScalarFieldContainer[str]
     avoid_incarnation: _containers.RepeatedScalarFieldContainer[int]
     trace: str
-    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ..., trace: _Optional[str] = ...) -> None: ...
+    unasked: bytes
+    def __init__(self, ns: _Optional[int] = ..., salt: _Optional[str] = ..., hashes: _Optional[bytes] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., avoid_incarnation: _Optional[_Iterable[int]] = ..., trace: _Optional[str] = ..., unasked: _Optional[bytes] = ...) -> None: ...
 
 class PlaceOk(_message.Message):
-    __slots__ = ("run_code", "run_state", "run_length", "nodes")
+    __slots__ = ("run_code", "run_state", "run_length", "nodes", "stands_ms")
     RUN_CODE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    STANDS_MS_FIELD_NUMBER: _ClassVar[int]
     run_code: bytes
     run_state: bytes
     run_length: bytes
     nodes: _containers.RepeatedCompositeFieldContainer[NodeRef]
-    def __init__(self, run_code: _Optional[bytes] = ..., run_state: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ...) -> None: ...
+    stands_ms: int
+    def __init__(self, run_code: _Optional[bytes] = ..., run_state: _Optional[bytes] = ..., run_length: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NodeRef, _Mapping]]] = ..., stands_ms: _Optional[int] = ...) -> None: ...
 
 class MissReport(_message.Message):
     __slots__ = ("ns", "salt", "hashes", "node_id", "incarnation", "delta_seq", "epoch", "status", "at_store")

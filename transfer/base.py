@@ -17,6 +17,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
+import numpy.ma  # np.unique does when it is first called: 15 ms and a full garbage collection, of somebody's first call
 import numpy.typing as npt
 
 from kvstrata.proto.keys import Namespace

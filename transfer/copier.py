@@ -1,7 +1,9 @@
-"""Host-to-host copies of many pieces: contiguous runs merged, big jobs split over two threads.
+"""Host-to-host copies of many pieces: contiguous runs merged, big jobs split over two threads while there is a core
+for the second one.
 
 ``ctypes.memmove`` releases the GIL. One large copy runs much faster than the same bytes in 2 MiB
-pieces (the C library switches to non-temporal stores above a threshold), hence the merging.
+pieces (the C library switches to non-temporal stores above a threshold), hence the merging. Halves may miss that
+threshold, so that they cost more CPU time than the whole: they pay only where both run at once.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -24,7 +27,42 @@ Int64s = npt.NDArray[np.int64]
 
 #: Below this, handing half of the work to another thread costs more than it saves.
 SPLIT_BYTES: Final = 4 << 20
+#: Two threads that run at once work so many seconds a second at least.
+AT_ONCE: Final = 1.4
+#: Where the second one got no core of its own, so many copies at most go by between two attempts.
+ALONE_MAX: Final = 15
 
+
+class SecondCore:
+    """Whether there is a core for a second thread: what the last copies that had one say.
+
+    Other processes may want all cores, as clients that load at the same time do. Used by many threads without a lock:
+    a count that is lost is one attempt more or less.
+    """
+
+    def __init__(self) -> None:
+        self._vain = 0  #: copies that the last attempt in vain kept from being split
+        self._alone = 0
+
+    def free(self) -> bool:
+        """To be asked once a copy."""
+        if len(os.sched_getaffinity(0)) < 2:
+            return False
+        if self._alone:
+            self._alone -= 1
+            return False
+        return True
+
+    def tried(self, worked_s: float, took_s: float) -> None:
+        """Two threads took so long for a copy, and ran for so long of it, both together."""
+        if worked_s >= AT_ONCE * took_s:
+            self._vain = 0
+        else:
+            self._vain = min(2 * self._vain + 1, ALONE_MAX)
+            self._alone = self._vain
+
+
+_second_core = SecondCore()
 _memmove = ctypes.memmove
 _helper: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -45,7 +83,7 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
     """
     target, source, length = merge_runs(target, source, length)
     total = int(length.sum())
-    whole = total < SPLIT_BYTES or (os.cpu_count() or 1) < 2
+    whole = total < SPLIT_BYTES or not _second_core.free()
     grid = Grid.found_in(target, source, length)
     if grid is not None:
         _copy_grid(grid, whole or len(grid.target) < 2)
@@ -67,11 +105,27 @@ def _copy_grid(grid: Grid, whole: bool) -> None:
 
 def _copy_both(mine: Callable[[], None], others: Callable[[], None]) -> None:
     """Both ended when it returns or raises: no byte lands after that."""
-    other = _submit(others)
+    start = time.perf_counter()
+    other = _submit(partial(_timed, others))
     try:
-        mine()
-    finally:
-        other.result()
+        worked_s = _timed(mine)
+    except BaseException:
+        if not other.cancel():
+            other.exception()
+        raise
+    if other.cancel():  # the other thread has not come to it yet
+        others()
+        _second_core.tried(0.0, 1.0)
+    else:
+        worked_s += other.result()
+        _second_core.tried(worked_s, time.perf_counter() - start)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    """CPU seconds of this thread."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
 
 
 def _copy_each(target: Int64s, source: Int64s, length: Int64s) -> None:
@@ -95,7 +149,7 @@ def halves(
     return head, tail
 
 
-def _submit(work: Callable[[], None]) -> Future[None]:
+def _submit(work: Callable[[], float]) -> Future[float]:
     global _helper
     if _helper is None or _helper[0] != os.getpid():
         _helper = (os.getpid(), ThreadPoolExecutor(2, thread_name_prefix="kvstrata-copy"))
@@ -108,6 +162,23 @@ def copy_one(target: int, source: int, length: int) -> None:
         _memmove(target, source, length)
     else:
         copy(np.array([target]), np.array([source]), np.array([length]))
+
+
+def copy_few(pairs: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Copy ``nbytes`` from each pair's second address to its first, in order; what is contiguous on both sides at once.
+
+    For a handful of pairs, of which arrays would cost more than they save. The caller vouches for every address.
+    """
+    target = source = length = 0
+    for to, origin in pairs:
+        if origin - source == to - target == length:
+            length += nbytes
+            continue
+        if length:
+            copy_one(target, source, length)
+        target, source, length = to, origin, nbytes
+    if length:
+        copy_one(target, source, length)
 
 
 def copy_into(blocks: BlockView, source: Int64s) -> None:

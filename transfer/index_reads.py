@@ -24,7 +24,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Fetch, Fetched, Mask
 from kvstrata.transfer.checksums import Sampler, block_checksum
-from kvstrata.transfer.copier import copy_into, copy_one
+from kvstrata.transfer.copier import copy_few, copy_into
 from kvstrata.transfer.grants import Places
 from kvstrata.transfer.link import NodeLink
 from kvstrata.transfer.regions import BlockView
@@ -64,11 +64,6 @@ class IndexReads:
         self._wanted = False
         self._ask_at = 0.0
         self._scopes: dict[_Tenant, int] = {}
-
-    @property
-    def open(self) -> bool:
-        """Whether the node's index is mapped."""
-        return self._index is not None
 
     # ------------------------------------------------------------------ what may be read
 
@@ -132,21 +127,15 @@ class IndexReads:
         blocks, packed, width = request.blocks, request.hashes, request.namespace.hash_bytes
         nbytes, base = blocks.block_bytes, blocks.region.address
         found: list[tuple[Row, Slab]] = []
-        target = source = length = 0
-        for position, start in enumerate(blocks.table[:, 0, 0].tolist()):
+        for position in range(len(packed) // width):
             row = index.find(packed[position * width : (position + 1) * width], scope)
             if row is None:
                 return None
             slab = self._slabs.get(row.slab)
             slab.check(row.slot, row.offset, nbytes)
             found.append((row, slab))
-            if slab.address + row.offset - source == base + start - target == length:
-                length += nbytes  # neighbours on both sides
-                continue
-            if length:
-                copy_one(target, source, length)
-            target, source, length = base + start, slab.address + row.offset, nbytes
-        copy_one(target, source, length)
+        starts = zip(blocks.table[:, 0, 0].tolist(), found, strict=True)
+        copy_few([(base + start, slab.address + row.offset) for start, (row, slab) in starts], nbytes)
         for position in self._sampler.choose(len(found), request.verify):
             if block_checksum(blocks, position) != found[position][0].checksum:
                 raise _Mismatch

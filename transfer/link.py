@@ -59,7 +59,9 @@ class NodeLink:
         return handle
 
     def reserve(self, request: Push) -> pb.Reserve:
-        """The first half of a write, as a message."""
+        """The first half of a write, as a message. What this client has read by the index is told before it: the room
+        is not made of what was read just now."""
+        self.tell_touched(SOON_S)
         return pb.Reserve(
             ns=self.handle(request.namespace, request.deadline),
             salt=request.salt,

@@ -5,6 +5,8 @@ Imported only where OpenTelemetry is installed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry import context as otel_context
@@ -59,6 +61,15 @@ class OtelTracer:
                 return NOTHING  # as a sampler that heeds the parent would say, and cheaper
         context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
         return OtelSpan(self._tracer.start_span(name, context, _KINDS[kind]))
+
+    @contextmanager
+    def under(self, trace: str) -> Iterator[None]:
+        """No span of its own: those inside are children of the other process's, if it is sampled."""
+        token = otel_context.attach(_PROPAGATOR.extract({"traceparent": trace}))
+        try:
+            yield
+        finally:
+            otel_context.detach(token)
 
     def here(self) -> str:
         carrier: dict[str, str] = {}

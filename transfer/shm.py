@@ -24,7 +24,7 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import SLOT_ROW, BlockStatus, HintKind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import Sampler, block_checksum
-from kvstrata.transfer.copier import copy_into, copy_one, copy_range
+from kvstrata.transfer.copier import copy_few, copy_into, copy_range
 from kvstrata.transfer.grants import LEASE_MARGIN_S, Granted
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.index_reads import IndexReads
@@ -134,20 +134,15 @@ class ShmPeer:
     def _copy_few(self, request: Fetch, reply: pb.AcquireOk, sent: float) -> Fetched:
         """As :meth:`_copy_out` of all that was asked for, in one piece each, in plain numbers."""
         blocks, nbytes = request.blocks, request.blocks.block_bytes
-        verdict, slots, words = bytearray(reply.status), list(SLOT_ROW.iter_unpack(reply.rows)), []
+        verdict, slots = bytearray(reply.status), list(SLOT_ROW.iter_unpack(reply.rows))
         try:
-            target = source = length = 0
+            pairs, words = [], []
             for start, (index, slot, offset, _, _) in zip(blocks.table[:, 0, 0].tolist(), slots, strict=True):
                 slab = self.slabs.get(index)
                 slab.check(slot, offset, nbytes)
                 words.append(slab.generations)
-                if slab.address + offset - source == blocks.region.address + start - target == length:
-                    length += nbytes  # neighbours on both sides
-                    continue
-                if length:
-                    copy_one(target, source, length)
-                target, source, length = blocks.region.address + start, slab.address + offset, nbytes
-            copy_one(target, source, length)
+                pairs.append((blocks.region.address + start, slab.address + offset))
+            copy_few(pairs, nbytes)
             for position in self._sampler.choose(len(slots), request.verify):
                 if block_checksum(blocks, position) != slots[position][4]:
                     verdict[position] = _CORRUPT

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from typing import Final, Protocol, TypeVar
@@ -65,6 +66,8 @@ class Tracer(Protocol):
 
     def span(self, name: str, parent: str, kind: SpanKind) -> Span: ...
 
+    def under(self, trace: str) -> AbstractContextManager[object]: ...
+
     def here(self) -> str:
         """The current span as a traceparent; "" when there is none."""
 
@@ -85,6 +88,11 @@ class Tracing:
         """A span under ``parent``, a traceparent of another process, or else under the current one."""
         tracer = self._tracer
         return NOTHING if tracer is None else tracer.span(name, parent[:TRACE_CHARACTERS_MAX], kind)
+
+    def under(self, trace: str) -> AbstractContextManager[object]:
+        """What is called inside comes under ``trace``, a traceparent of another process; "" changes nothing."""
+        tracer = self._tracer
+        return NOTHING if tracer is None or not trace else tracer.under(trace[:TRACE_CHARACTERS_MAX])
 
     def here(self) -> str:
         """For a message's ``trace`` field: the current span, or ""."""

@@ -53,6 +53,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     ``layered``: a load that runs beside the forward pass of the step that carries it, which waits for it layer by
     layer (:meth:`WorkerSide.wait_layer`) and then for its end, so long as it may.
+
+    ``trace``: the request's (:attr:`ConnectorRequest.trace`); spans of the job's calls come under it.
     """
 
     job_id: int
@@ -62,6 +64,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupBlocks]
     deadline_s: float
     layered: bool = False
+    trace: str = ""
 
 
 class ConnectorMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +120,10 @@ class ConnectorRequest(Protocol):
     def request_id(self) -> str: ...
     @property
     def cache_salt(self) -> str: ...
+    @property
+    def trace(self) -> str:
+        """W3C traceparent that it came with; "" without one."""
+
     @property
     def num_tokens(self) -> int: ...
     @property

@@ -50,7 +50,8 @@ class ExternalHits:
             packed_hashes(self._layout, group, request.block_hashes, range(count))
             for group, count in enumerate(block_counts(self._layout, len(request.block_hashes)))
         ]
-        lookup_id = self._lookups.ask(request.cache_salt, hashes, prefetch=True, request=request.request_id)
+        name, trace = request.request_id, request.trace
+        lookup_id = self._lookups.ask(request.cache_salt, hashes, prefetch=True, request=name, trace=trace)
         question = Question(request.num_tokens, moment)
         # A request that stops forgets its question: the answer is then written where nobody looks.
         self._asked[lookup_id] = state.question = question

@@ -76,10 +76,11 @@ class JobQueue:
 
 
 def continues(before: Job, after: Job, hash_bytes: int) -> bool:
-    """Whether ``after``'s blocks follow ``before``'s in the same chains, group by group."""
+    """Whether ``after``'s blocks follow ``before``'s in the same chains, group by group, for the same request."""
     return (
         before.request_id == after.request_id
         and before.cache_salt == after.cache_salt
+        and before.trace == after.trace
         and len(before.groups) == len(after.groups)
         and all(_follows(a, b, hash_bytes) for a, b in zip(before.groups, after.groups, strict=True))
     )

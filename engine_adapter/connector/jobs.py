@@ -81,6 +81,7 @@ class JobLedger:
         deadline_s: float,
         *,
         layered: bool = False,
+        trace: str = "",
     ) -> Job:
         """Hold the blocks, until the job is terminal on every rank, and return the job to be sent to them."""
         block_ids = [block for entry in groups for block in entry.block_ids]
@@ -92,6 +93,7 @@ class JobLedger:
             groups=groups,
             deadline_s=deadline_s,
             layered=layered,
+            trace=trace,
         )
         self._next_id += 1
         self._holder.hold(block_ids)

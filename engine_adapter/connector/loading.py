@@ -19,6 +19,7 @@ from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing
+from kvstrata.transfer.tracing import TRACING
 
 Codes = npt.NDArray[np.uint8]
 
@@ -93,7 +94,8 @@ class Loader:
         """Ends the job exactly once, whatever happens; a mistake in this program is raised after that."""
         untried = ERROR
         try:
-            untried = self._run(opened)
+            with TRACING.under(opened.job.trace):
+                untried = self._run(opened)
         finally:
             if self._gate.stale(opened):
                 opened.status[:] = BlockStatus.UNKNOWN  # what came before was of the older weights too

@@ -14,13 +14,15 @@ LOOKUP_BYTES_MAX: Final = 1 << 24
 
 class LookupAsk(msgspec.Struct, frozen=True, kw_only=True):
     """``hashes``: packed, one entry a KV cache group (empty for a group that is not asked about). ``request``: the
-    engine's name of the request, under which the pool's master remembers the question."""
+    engine's name of the request, under which the pool's master remembers the question. ``trace``: a traceparent that
+    spans of the answer come under."""
 
     lookup_id: int
     cache_salt: str
     hashes: list[bytes]
     prefetch: bool = False  #: also make what is found ready to be loaded
     request: str = ""
+    trace: str = ""
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):

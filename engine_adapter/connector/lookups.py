@@ -54,7 +54,9 @@ class LookupEnd:
 class Lookups(Protocol):
     """What the scheduler side needs of a lookup client."""
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int: ...
+    def ask(
+        self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "", trace: str = ""
+    ) -> int: ...
     def poll(self) -> list[LookupEnd]: ...
     def fileno(self) -> int: ...
     def stats(self) -> dict[str, float]: ...
@@ -107,17 +109,24 @@ class LookupClient:
         assert isinstance(descriptor, int)
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
+    def ask(
+        self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "", trace: str = ""
+    ) -> int:
         """Send a lookup of packed hashes, one entry a group. Its end comes from a later :meth:`poll`.
 
-        ``request``: the name of who asks, cut to what the pool remembers of one."""
+        ``request``: the name of who asks, cut to what the pool remembers of one; ``trace``: what it is traced under."""
         lookup_id = self._next_id
         self._next_id += 1
         self._counts["lookups"] += 1
         counts = tuple(len(packed) // self._hash_bytes for packed in hashes)
         name = request[:REQUEST_CHARACTERS_MAX]
         ask = LookupAsk(
-            lookup_id=lookup_id, cache_salt=cache_salt, hashes=list(hashes), prefetch=prefetch, request=name
+            lookup_id=lookup_id,
+            cache_salt=cache_salt,
+            hashes=list(hashes),
+            prefetch=prefetch,
+            request=name,
+            trace=trace,
         )
         pending = _Pending(self._encoder.encode(ask), counts, self._clock() + self._deadline_s)
         if len(self._pending) >= OUTSTANDING_MAX:

@@ -10,6 +10,7 @@ from kvstrata.client.results import Lookup, prefix
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.proto.keys import split_hashes
+from kvstrata.transfer.tracing import TRACING
 
 
 class Directory(Protocol):
@@ -26,10 +27,16 @@ def answer_lookup(pool: Directory, ask: LookupAsk) -> LookupAnswer:
 
     A block is present when every shard of it is: the directory ANDs them.
     """
-    present: list[bytes] = []
     nothing = LookupAnswer(lookup_id=ask.lookup_id, present=[b""] * len(ask.hashes), answered=False)
     if not _fits(ask, pool.layout):
         return nothing
+    with TRACING.under(ask.trace):
+        return _asked(pool, ask) or nothing
+
+
+def _asked(pool: Directory, ask: LookupAsk) -> LookupAnswer | None:
+    """None when it could not be asked."""
+    present: list[bytes] = []
     not_yet = False
     for group, hashes in enumerate(ask.hashes):
         if not hashes:
@@ -37,7 +44,7 @@ def answer_lookup(pool: Directory, ask: LookupAsk) -> LookupAnswer:
             continue
         found = pool.lookup(ask.cache_salt, group, hashes, ask.request)
         if found is None:
-            return nothing
+            return None
         not_yet |= found.hit_blocks is None
         present.append(found.present.astype(np.uint8).tobytes())
     if ask.prefetch and not not_yet:

@@ -199,7 +199,8 @@ class PoolSchedulerSide:
         self, kind: JobKind, request: ConnectorRequest, groups: list[GroupBlocks], *, layered: bool = False
     ) -> Job:
         deadline_s = self.config.load_deadline_ms / 1000
-        return self.ledger.open(kind, request.request_id, request.cache_salt, groups, deadline_s, layered=layered)
+        name, salt, trace = request.request_id, request.cache_salt, request.trace
+        return self.ledger.open(kind, name, salt, groups, deadline_s, layered=layered, trace=trace)
 
     def _keys(self, blocks: GroupBlocks) -> list[OfferKey]:
         width = self.layout.hash_bytes

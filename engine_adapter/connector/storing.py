@@ -15,6 +15,7 @@ from kvstrata.engine_adapter.connector.pool import verdict_of
 from kvstrata.engine_adapter.connector.readiness import Verdict
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing
+from kvstrata.transfer.tracing import TRACING
 
 
 class Storer:
@@ -57,7 +58,11 @@ class Storer:
         return not again
 
     def _run(self, jobs: Sequence[OpenJob]) -> str:
-        """Store what can be; returns why the rest was not tried."""
+        """Store what can be, under the trace that the jobs share; returns why the rest was not tried."""
+        with TRACING.under(jobs[0].job.trace):
+            return self._stored(jobs)
+
+    def _stored(self, jobs: Sequence[OpenJob]) -> str:
         start_by = min(opened.start_by for opened in jobs)
         merged = _merged(jobs)
         # The last job's mark is the latest on the engine's one stream.

@@ -118,6 +118,7 @@ class Engine:
         *,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
+        trace: str = "",
     ) -> Request:
         """Check and hash a request, for :meth:`enqueue`. From any thread.
 
@@ -136,6 +137,7 @@ class Engine:
             self._hasher,
             cache_salt=cache_salt,
             extra_keys=extra_keys,
+            trace=trace,
             eos_token_id=self.executor.eos_token_id,
             arrival_s=self._clock(),
         )

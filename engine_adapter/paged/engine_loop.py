@@ -94,6 +94,7 @@ class EngineLoop:
         *,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
+        trace: str = "",
         request_id: str | None = None,
         on_output: OnOutput,
     ) -> str:
@@ -107,7 +108,7 @@ class EngineLoop:
         """
         request_id = request_id if request_id is not None else f"{self._prefix}-{next(self._ids)}"
         request = self._engine.make_request(
-            request_id, prompt_token_ids, sampling, cache_salt=cache_salt, extra_keys=extra_keys
+            request_id, prompt_token_ids, sampling, cache_salt=cache_salt, extra_keys=extra_keys, trace=trace
         )
         self._order(_Submit(request, on_output))
         return request_id

@@ -68,6 +68,7 @@ class Request:
 
     ``block_hashes``: one for each full block of ``num_tokens`` (hash blocks), extended as tokens come.
     ``extra_keys``: anything beyond tokens and salt that changes the KV (a LoRA name, say); part of every hash.
+    ``trace``: the caller's W3C traceparent, which the pool's spans for it come under; "" without one.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Request:
         *,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
+        trace: str = "",
         eos_token_id: int | None = None,
         arrival_s: float = 0.0,
     ) -> None:
@@ -89,6 +91,7 @@ class Request:
         self.sampling = sampling.validated()
         self.cache_salt = cache_salt
         self.extra_keys = tuple(extra_keys)
+        self.trace = trace
         self.eos_token_id = eos_token_id
         self.arrival_s = arrival_s
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -28,6 +28,7 @@ from kvstrata.engine_adapter.serve.stream import CLIENT_GONE, start_stream, unle
 from kvstrata.engine_adapter.serve.token_text import token_text
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
+from kvstrata.transfer.tracing import TRACE_CHARACTERS_MAX
 
 log = get_logger(__name__)
 
@@ -38,7 +39,7 @@ BODY_S: Final = 60.0
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 Handler = Callable[[Request], Awaitable[Response]]
-MakeJob = Callable[[Service, bytes, str], CompletionJob | ChatJob]
+MakeJob = Callable[[Service, bytes, str, str], CompletionJob | ChatJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Routes:
 
     async def _generate(self, request: Request, make: MakeJob) -> Response:
         response_id = uuid.uuid4().hex
-        job = await asyncio.to_thread(make, self._service, await read_body(request), response_id)
+        trace = request.headers.get("traceparent", "")[:TRACE_CHARACTERS_MAX]
+        job = await asyncio.to_thread(make, self._service, await read_body(request), response_id, trace)
         headers = {"x-request-id": response_id}
         if job.request.stream:
             return await start_stream(request, job.events(), headers)

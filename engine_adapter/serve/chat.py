@@ -30,8 +30,8 @@ from kvstrata.engine_adapter.serve.token_text import chat_logprobs
 class ChatJob:
     """A validated request and its tokens. Made outside of the event loop: a long conversation takes a while."""
 
-    def __init__(self, service: Service, body: bytes, response_id: str) -> None:
-        """Raises :class:`ApiError` for whatever is wrong with ``body``."""
+    def __init__(self, service: Service, body: bytes, response_id: str, trace: str = "") -> None:
+        """``trace``: the request's traceparent. Raises :class:`ApiError` for whatever is wrong with ``body``."""
         self.request = parse(body, ChatCompletionRequest)
         model = service.model
         model.refuse_other(self.request.model)
@@ -42,6 +42,7 @@ class ChatJob:
         logprobs = max(self.request.top_logprobs or 0, 1) if self.request.logprobs else 0
         self.sampling = sampling_params(self.request, max_tokens, logprobs)
         self._service = service
+        self._trace = trace
         self._id = f"chatcmpl-{response_id}"
         self._created = int(time.time())
 
@@ -49,7 +50,7 @@ class ChatJob:
         """The whole answer as JSON."""
         text = ""
         tokens: list[ChosenToken] = []
-        with self._service.generating([self.prompt], self.request, self.sampling) as generation:
+        with self._service.generating([self.prompt], self.request, self.sampling, self._trace) as generation:
             async for _, delta in generation.deltas():
                 text += delta.text
                 tokens += delta.tokens
@@ -71,7 +72,7 @@ class ChatJob:
         """The answer as events: who speaks, then what is said, then the usage where it was asked for."""
         later = None if self.request.include_usage else UNSET
         opened = False
-        with self._service.generating([self.prompt], self.request, self.sampling) as generation:
+        with self._service.generating([self.prompt], self.request, self.sampling, self._trace) as generation:
             async for _, delta in generation.deltas():
                 if not opened:
                     opened = True

@@ -24,8 +24,8 @@ MAX_TOKENS_DEFAULT: Final = 16
 class CompletionJob:
     """A validated request and its tokens. Made outside of the event loop: a long prompt takes a while."""
 
-    def __init__(self, service: Service, body: bytes, response_id: str) -> None:
-        """Raises :class:`ApiError` for whatever is wrong with ``body``."""
+    def __init__(self, service: Service, body: bytes, response_id: str, trace: str = "") -> None:
+        """``trace``: the request's traceparent. Raises :class:`ApiError` for whatever is wrong with ``body``."""
         self.request = parse(body, CompletionRequest)
         service.model.refuse_other(self.request.model)
         self.prompts = completion_prompts(self.request.prompt, service.model.tokenizer)
@@ -34,6 +34,7 @@ class CompletionJob:
         logprobs = 0 if self.request.logprobs is None else max(self.request.logprobs, 1)
         self.sampling = sampling_params(self.request, max_tokens, logprobs)
         self._service = service
+        self._trace = trace
         self._id = f"cmpl-{response_id}"
         self._created = int(time.time())
 
@@ -41,7 +42,7 @@ class CompletionJob:
         """The whole answer as JSON."""
         texts = [""] * len(self.prompts)
         tokens: list[list[ChosenToken]] = [[] for _ in self.prompts]
-        with self._service.generating(self.prompts, self.request, self.sampling) as generation:
+        with self._service.generating(self.prompts, self.request, self.sampling, self._trace) as generation:
             async for index, delta in generation.deltas():
                 texts[index] += delta.text
                 tokens[index] += delta.tokens
@@ -55,7 +56,7 @@ class CompletionJob:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The answer as events, each JSON; the usage last where it was asked for."""
-        with self._service.generating(self.prompts, self.request, self.sampling) as generation:
+        with self._service.generating(self.prompts, self.request, self.sampling, self._trace) as generation:
             async for index, delta in generation.deltas():
                 yield self._json([self._chunk(index, delta)], None if self.request.include_usage else UNSET)
             if self.request.include_usage:

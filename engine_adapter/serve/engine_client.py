@@ -20,10 +20,12 @@ class EngineClient(Protocol):
         *,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
+        trace: str = "",
         request_id: str | None = None,
         on_output: Callable[[RequestOutput], None],
     ) -> str:
         """Queue a request; its outputs go to ``on_output`` on the engine's thread, the last with a finish reason.
+        ``trace``: the traceparent that it came with.
 
         Raises :class:`Busy` at a bound, :class:`InvalidArgument`, and :class:`Unavailable` from a dead engine.
         """

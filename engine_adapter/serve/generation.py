@@ -20,15 +20,18 @@ from kvstrata.proto.errors import KVError
 
 
 class Generation:
-    """The prompts of one HTTP request, in the engine until :meth:`close`."""
+    """The prompts of one HTTP request, in the engine until :meth:`close`. ``trace``: its traceparent, "" without."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics, num_prompts: int) -> None:
+    def __init__(
+        self, engine: EngineClient, model: ServedModel, metrics: ServeMetrics, num_prompts: int, trace: str = ""
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.num_prompts = num_prompts
         self.choices: list[Choice] = []
         self._engine = engine
         self._model = model
         self._metrics = metrics
+        self._trace = trace
         self._arrived_s = time.monotonic()
         self._first_token_s: list[float | None] = []
         self._mailbox = Mailbox()
@@ -77,6 +80,7 @@ class Generation:
             prompt,
             sampling,
             cache_salt=cache_salt,
+            trace=self._trace,
             request_id=request_id,
             on_output=lambda output: self._mailbox.put(index, output),
         )

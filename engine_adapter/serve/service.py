@@ -37,7 +37,7 @@ class Service:
 
     @contextlib.contextmanager
     def generating(
-        self, prompts: Sequence[list[int]], request: GenerationRequest, sampling: SamplingParams
+        self, prompts: Sequence[list[int]], request: GenerationRequest, sampling: SamplingParams, trace: str = ""
     ) -> Iterator[Generation]:
         """All prompts are in the engine; what still runs at the end of the ``with`` is aborted.
 
@@ -47,7 +47,7 @@ class Service:
             raise ApiError(503, self.problem, code="engine_unavailable")
         for prompt in prompts:
             self._refuse_overlong(len(prompt), sampling.max_tokens)
-        generation = Generation(self.engine, self.model, self.metrics, len(prompts))
+        generation = Generation(self.engine, self.model, self.metrics, len(prompts), trace)
         self._admit(generation)
         try:
             generation.start(prompts, request, sampling)

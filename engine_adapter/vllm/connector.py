@@ -32,7 +32,7 @@ from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
 from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
-from kvstrata.engine_adapter.vllm.resetting import reset_pool
+from kvstrata.engine_adapter.vllm.resetting import reset_cache
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.engine_adapter.vllm.worker import StepRunner
@@ -176,15 +176,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return KVStrataMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """End the pool's weight epoch of this model, and go on in the next one: where the settings allow it, as it
-        is so for every engine. Tells vLLM whether it was done."""
-        if not self.settings.reset_external:
-            log.error(
-                "the pool is not reset: its blocks are other engines' too. "
-                'Set "reset_external": true in kv_connector_extra_config to end them, for all engines'
-            )
-            return False
-        return reset_pool(self.settings.masters, self._layout(), self._scheduler, self.settings)
+        """Whether nothing of older weights is found in the pool from here on: see :func:`reset_cache`."""
+        return reset_cache(self.settings, self._layout, self._scheduler)
 
     @property
     def _scheduler(self) -> StepPlanner:

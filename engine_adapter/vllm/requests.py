@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvstrata.engine_adapter.vllm.adapters import Adapter, AdapterHashes
+from kvstrata.transfer.tracing import TRACE_CHARACTERS_MAX
 
 
 class VllmRequest(Protocol):
@@ -14,6 +15,7 @@ class VllmRequest(Protocol):
     request_id: str
     cache_salt: str | None
     lora_request: Adapter | None
+    trace_headers: Mapping[str, str] | None
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
@@ -29,12 +31,14 @@ class RequestView:
     """A :class:`~kvstrata.engine_adapter.connector.base.ConnectorRequest` over vLLM's. ``preemptions``: how many of
     them the scheduler side knows of. ``adapter``: digest of its LoRA adapter, empty without one."""
 
-    __slots__ = ("_adapter", "preemptions", "request")
+    __slots__ = ("_adapter", "preemptions", "request", "trace")
 
     def __init__(self, request: VllmRequest, adapter: bytes = b"") -> None:
         self.request = request
         self._adapter = AdapterHashes(adapter) if adapter else None
         self.preemptions = request.num_preemptions
+        headers = request.trace_headers
+        self.trace = headers.get("traceparent", "")[:TRACE_CHARACTERS_MAX] if headers else ""
 
     @property
     def request_id(self) -> str:

@@ -1,12 +1,14 @@
-"""A reset of the pool's part of a model, asked for through vLLM: the next weight epoch, for all engines."""
+"""What becomes of the pool's part of a model when vLLM clears its caches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
 from kvstrata.engine_adapter.connector.epochs import begin_epochs
 from kvstrata.engine_adapter.connector.layout import PoolLayout
+from kvstrata.engine_adapter.vllm.settings import Settings
 from kvstrata.proto.errors import KVError
 from kvstrata.proto.logs import get_logger
 
@@ -17,6 +19,22 @@ class Resettable(Protocol):
     """What is used of :class:`~kvstrata.engine_adapter.vllm.scheduler.StepPlanner`."""
 
     def reset(self) -> None: ...
+
+
+def reset_cache(settings: Settings, layout: Callable[[], PoolLayout], planner: Resettable) -> bool:
+    """False makes the call of vLLM fail that it is a part of: a reset, a sleep, or a pause that clears caches. vLLM
+    does not say whether new weights follow; only who runs it knows."""
+    if settings.reset_external:
+        return reset_pool(settings.masters, layout(), planner, settings)
+    if settings.fixed_weights:
+        log.info("the pool stays as it is: this engine's weights are fixed")
+        return True
+    log.error(
+        "the pool is not reset, and so vLLM's reset, sleep or pause fails. In kv_connector_extra_config, "
+        '"fixed_weights": true says that weights never change while this engine runs; '
+        '"reset_external": true has the pool\'s blocks of this model end, for all engines'
+    )
+    return False
 
 
 def reset_pool(masters: str, layout: PoolLayout, planner: Resettable, access: PoolAccess = BY_ENVIRONMENT) -> bool:

@@ -37,7 +37,8 @@ class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True
     by then is a miss. ``save_decode_cache``: also store blocks that hold generated tokens.
     ``store_pending_blocks_max``: blocks held for stores under way; past it, blocks are not stored.
     ``reset_external``: a reset of the prefix cache that asks for the external one too ends what the pool has of this
-    model, for all engines; False: it does nothing to the pool.
+    model, for all engines. ``fixed_weights``: the weights never change while this engine runs, so that such a reset,
+    which vLLM also does to sleep and to pause, leaves the pool as it is. With neither, it is refused.
     """
 
     masters: str = ""
@@ -50,6 +51,7 @@ class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True
     save_decode_cache: bool = True
     store_pending_blocks_max: Annotated[int, msgspec.Meta(ge=1)] = 8_192
     reset_external: bool = False
+    fixed_weights: bool = False
 
     def pool_config(self, *, stores: bool, loads: bool) -> PoolConfig:
         """``stores`` and ``loads``: what vLLM's ``kv_role`` allows."""
@@ -83,6 +85,10 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"kv_connector_extra_config: {error}") from error
+    if settings.reset_external and settings.fixed_weights:
+        raise InvalidArgument(
+            "kv_connector_extra_config has reset_external and fixed_weights: say one, as weights change or do not"
+        )
     if settings.masters:
         return settings
     masters = os.environ.get(MASTERS_VARIABLE, "") or MASTERS_DEFAULT

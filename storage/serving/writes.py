@@ -6,8 +6,9 @@ one-sided transfer that outlasts its writer's deadline keeps the mark until it h
 
 The directory's turn comes when the writer has its answer: nobody waits for it.
 
-With an SSD that is written through, an answer waits for the flush within its writer's deadline, and says what
-is durable. Blocks are visible before that.
+With an SSD that is written through, the writing begins in the hold of the lock that makes blocks visible, and an
+answer waits, within its writer's deadline, until none of its blocks is on the way to SSD any more, whoever writes it:
+then it says what is durable. Blocks are visible before that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto.errors import InvalidArgument, Unavailable
@@ -29,6 +31,7 @@ from kvstrata.storage.serving.pieces import FewPieces
 from kvstrata.storage.serving.rail_pulls import Taken
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
+from kvstrata.storage.serving.reads import WAIT_MAX_S, WAIT_SHARE
 from kvstrata.storage.serving.receiver import digests, mismatched, receive, receive_range
 from kvstrata.storage.serving.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
@@ -38,6 +41,10 @@ from kvstrata.transfer.frames import Frame
 from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 from kvstrata.transfer.tracing import TRACING
+
+#: An answer that grants slots, or asks for the commit, waits for blocks that were here before for this part of what is
+#: left of its writer's deadline.
+WAIT_SHARE_BEFORE: Final = 0.25
 
 _ABORTED = int(BlockStatus.ABORTED)
 _LATE = int(BlockStatus.LATE)
@@ -87,12 +94,11 @@ class WriteHandlers:
         message = parsed(pb.Reserve, frame)
         check_touch(connection, self._state, message)
         releases = u64s(message.releases)
-        key = connection.owner.key
+        key, until = connection.owner.key, self._until(message)
         with self._lock:
             self._state.release(key, releases)
             got = self._state.reserve(key, _ask(message), self._clock())
-            durable = self._present_on_ssd(message, got.status)
-        return _reserved(got, durable)
+        return _reserved(got, self._durable(message, got, until))
 
     def _write(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Write, frame)
@@ -112,7 +118,7 @@ class WriteHandlers:
         with self._moving(reservation):
             wrong = receive(connection, reservation.blocks, checksums)
         statuses, sequence = self._received(reservation, checksums, wrong)
-        return self._committed(statuses, sequence, self._written_through(reservation, statuses))
+        return self._committed(statuses, sequence, self._flushed(reservation, statuses))
 
     def _write_range(self, connection: ServerConnection, frame: Frame, message: pb.Write) -> Reply:
         """The next bytes of every block; the last ones come with checksums, and commit."""
@@ -133,7 +139,7 @@ class WriteHandlers:
             found = [state.intdigest() for state in reservation.hashing]
             wrong = [i for i, (digest, expected) in enumerate(zip(found, checksums, strict=True)) if digest != expected]
             statuses, sequence = self._received(reservation, checksums, wrong)
-            return self._committed(statuses, sequence, self._written_through(reservation, statuses))
+            return self._committed(statuses, sequence, self._flushed(reservation, statuses))
         with self._lock:
             status = _RESERVED if self._moved(reservation, message.nbytes) else _ABORTED
         return self._committed(bytearray((status,)) * len(reservation.blocks), sequence)
@@ -152,6 +158,7 @@ class WriteHandlers:
             if self._moved(reservation):
                 key, now = reservation.session, self._clock()
                 statuses = self._state.commit(key, reservation.id, checksums, mask, now)
+                self._write_through(reservation, statuses)
             else:
                 statuses = _all_aborted(checksums)
             sequence = self._state.deltas.answer_seq
@@ -169,8 +176,10 @@ class WriteHandlers:
                 _check_whole(reservation)
                 checksums = reservation.digests or checksums
             statuses = self._state.commit(key, message.reservation, checksums, message.mask or None, self._clock())
+            if reservation is not None:
+                self._write_through(reservation, statuses)
             sequence = self._state.deltas.answer_seq
-        durable = self._written_through(reservation, statuses) if reservation is not None else b""
+        durable = self._flushed(reservation, statuses) if reservation is not None else b""
         return self._committed(statuses, sequence, durable)
 
     def _abort(self, connection: ServerConnection, frame: Frame) -> Reply:
@@ -191,20 +200,18 @@ class WriteHandlers:
         region = self._regions.find(key, message.region)
         if isinstance(region, RailRegion) and self._pulls is not None and not message.reservation:
             self._pulls.admit(key)
-        ask = _ask(message.reserve)
+        ask, until = _ask(message.reserve), self._until(message.reserve)
         with self._lock:
             if message.reservation:
                 got, table = self._going_on(key, message, region)
-                durable = b""
             else:
                 self._state.release(key, releases)
                 table = self._checked(message, ask, region, checksums)
                 got = self._state.reserve(key, ask, self._clock())
-                durable = self._present_on_ssd(message.reserve, got.status)
             if got.reservation is not None:
                 self._state.start_moving(got.reservation)
         if got.reservation is None:
-            return _reserved(got, durable)
+            return _reserved(got, self._durable(message.reserve, got, until))
         whole = len(got.reservation.blocks) == len(got.status)
         granted = range(len(got.status)) if whole else [i for i, s in enumerate(got.status) if s == _RESERVED]
         wanted = table if whole else table[granted]
@@ -213,6 +220,7 @@ class WriteHandlers:
             with TRACING.span("kvstrata.node.copy"):
                 taken, problem = self._pulls.take(region, got.reservation, wanted, message.at)
             if taken is not Taken.ARRIVED:
+                durable = self._durable(message.reserve, got, until) if taken is not Taken.FAILED else b""
                 return _not_taken(taken, problem, got, granted, durable)
         expected = checksums if whole else [checksums[i] for i in granted] if checksums else ()
         with self._moving(got.reservation):
@@ -226,8 +234,8 @@ class WriteHandlers:
             if message.hash_here:
                 got.reservation.digests = digests(blocks)
         if expected:
-            return self._pulled_and_committed(got, granted, expected, wrong, durable)
-        return self._pulled(got, granted, durable, message.nbytes)
+            return self._pulled_and_committed(message.reserve, got, granted, expected, wrong, until)
+        return self._pulled(message, got, granted, until)
 
     def _going_on(self, key: bytes, message: pb.Pull, region: ClientRegion) -> tuple[Reserved, Descriptors | FewPieces]:
         """The next range of what an earlier pull reserved, as if it was reserved now; nothing where that has ended."""
@@ -255,56 +263,85 @@ class WriteHandlers:
         nbytes = message.nbytes or entry.block_bytes
         return regions.read_pieces(message.descriptors, count, message.pieces, nbytes, region)
 
-    def _pulled(self, got: Reserved, granted: Sequence[int], durable: bytes, nbytes: int) -> Reply:
+    def _pulled(self, message: pb.Pull, got: Reserved, granted: Sequence[int], until: float) -> Reply:
         """The writer commits when it has hashed its bytes, or has heard that this node has."""
         assert got.reservation is not None
         with self._lock:
-            alive = self._moved(got.reservation, nbytes)
-        if alive:
-            return _reserved(got, durable)
-        for position in granted:
-            got.status[position] = _ABORTED
-        return _reserved(got, durable, held=False)
+            alive = self._moved(got.reservation, message.nbytes)
+        if not alive:
+            for position in granted:
+                got.status[position] = _ABORTED
+        return _reserved(got, self._durable(message.reserve, got, until), held=alive)
 
     def _pulled_and_committed(
-        self, got: Reserved, granted: Sequence[int], expected: Sequence[int], wrong: Sequence[int], durable: bytes
+        self,
+        ask: pb.Reserve,
+        got: Reserved,
+        granted: Sequence[int],
+        expected: Sequence[int],
+        wrong: Sequence[int],
+        until: float,
     ) -> Reply:
         """The writer had hashed its bytes before it asked, and may have given up and reused them since."""
         assert got.reservation is not None
         done, sequence = self._received(got.reservation, expected, wrong)
-        flags = self._written_through(got.reservation, done)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status
-        if flags:
-            flushed = bytearray(durable or len(got.status))
-            for position, flag in zip(granted, flags, strict=True):
-                flushed[position] = flag
-            durable = bytes(flushed)
+        durable = self._durable(ask, got, until)
         answer = pb.ReserveOk(status=bytes(got.status), delta_seq=sequence, durable=durable if any(durable) else b"")
         return Reply(Kind.RESERVE_OK, answer.SerializeToString(), after=self._changed)
 
     # ------------------------------------------------------------------ on SSD
 
-    def _present_on_ssd(self, message: pb.Reserve, statuses: bytearray) -> bytes:
-        """u8 a block: 1 where it was here before, and on SSD. With the lock held. Empty without an SSD."""
-        if self._movers is None or _PRESENT not in statuses:
-            return b""
-        width = len(message.hashes) // len(statuses)
-        hashes = [message.hashes[i * width : (i + 1) * width] for i in range(len(statuses))]
-        return bytes(self._movers.tiers.durable(message.ns, message.salt, hashes))
+    def _until(self, ask: pb.Reserve) -> float:
+        """When the writer gives up."""
+        return self._clock() + ask.deadline_ms / 1e3
 
-    def _written_through(self, reservation: Reservation, statuses: Sequence[int]) -> bytes:
-        """Wait for what has been stored to be flushed, if this node writes through: u8 a block, or nothing."""
-        movers = self._movers
-        if movers is None or movers.tiers.policy is not SsdPolicy.WRITE_THROUGH:
+    @property
+    def _through(self) -> bool:
+        return self._movers is not None and self._movers.tiers.policy is SsdPolicy.WRITE_THROUGH
+
+    def _write_through(self, reservation: Reservation, statuses: Sequence[int]) -> None:
+        """With the lock held, right after the commit: what it has stored is to be written, if this node does that."""
+        if self._through and _STORED in statuses:
+            assert self._movers is not None
+            blocks = reservation.blocks
+            stored = [block for block, status in zip(blocks, statuses, strict=True) if status == _STORED]
+            self._movers.write_through(stored)
+
+    def _flushed(self, reservation: Reservation, statuses: Sequence[int]) -> bytes:
+        """What an answer to a commit says is on SSD: u8 a block, or nothing."""
+        if not self._through or _STORED not in statuses:
             return b""
+        shelf, until = reservation.shelf, reservation.deadline - MARGIN_S
+        hashes = [block.hash for block in reservation.blocks]
         self._changed()
-        stored = [block for block, status in zip(reservation.blocks, statuses, strict=True) if status == _STORED]
-        shelf = reservation.shelf
+        return self._on_ssd(shelf.entry.handle, shelf.salt, hashes, until, WAIT_SHARE)
+
+    def _durable(self, ask: pb.Reserve, got: Reserved, until: float) -> bytes:
+        """The same of an answer to a reserve or a pull, for what was here before it, too.
+
+        While slots are to be filled, or the commit is to come, the writer needs most of its time for that.
+        """
+        status = got.status
+        stored = self._through and _STORED in status
+        if self._movers is None or (_PRESENT not in status and not stored):
+            return b""
+        width = len(ask.hashes) // len(status)
+        hashes = [ask.hashes[i * width : (i + 1) * width] for i in range(len(status))]
+        if stored:
+            self._changed()
+        return self._on_ssd(ask.ns, ask.salt, hashes, until, WAIT_SHARE_BEFORE if _RESERVED in status else WAIT_SHARE)
+
+    def _on_ssd(self, handle: int, salt: str, hashes: Sequence[bytes], until: float, share: float) -> bytes:
+        """1 where a block is flushed. A node that writes through waits for what is on its way, for a ``share`` of the
+        time until its writer gives up."""
+        movers = self._movers
+        assert movers is not None
         with self._lock:
-            movers.write_through(stored, reservation.deadline - MARGIN_S - self._clock())
-            hashes = [block.hash for block in reservation.blocks]
-            return bytes(movers.tiers.durable(shelf.entry.handle, shelf.salt, hashes))
+            if not self._through:
+                return bytes(movers.tiers.durable(handle, salt, hashes))
+            return bytes(movers.flushed(handle, salt, hashes, min((until - self._clock()) * share, WAIT_MAX_S)))
 
     # ------------------------------------------------------------------ ends of a move
 

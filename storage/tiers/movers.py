@@ -17,7 +17,7 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.storage.records import IN_FLIGHT, VISIBLE, Block
 from kvstrata.storage.ssd.base import SlotHeader, SsdStore
-from kvstrata.storage.tiers.moves import Move, Read, TierMoves
+from kvstrata.storage.tiers.moves import Move, Read, TierMoves, arrives
 from kvstrata.transfer.loops import Loop, Loops
 
 log = get_logger(__name__)
@@ -65,6 +65,7 @@ class Movers:
         self._changed = changed
         self._clock = clock
         self._arrived = threading.Condition(lock)
+        tiers.settled = self._arrived.notify_all
         self._queue = threading.Condition()
         self._wanted: deque[Move] = deque()
         self._ahead: deque[Move] = deque()
@@ -94,15 +95,33 @@ class Movers:
         """Have moves performed when nobody waits for others. Does not wait."""
         self._enqueue(moves, self._ahead)
 
-    def write_through(self, blocks: Sequence[Block], timeout_s: float) -> None:
-        """Write blocks of one call and wait for the flush, at most so long. Call with the lock held."""
+    def write_through(self, blocks: Sequence[Block]) -> None:
+        """Have blocks of one call written, as far as nobody does already. Does not wait: see :meth:`flushed`.
+
+        Call with the lock held, and in the same hold of it that made them visible: else demotion may take them first,
+        whose writes nobody hastens.
+        """
         moves: list[Move] = []
         for batch in _batches(blocks):
             move = self.tiers.write_through(batch, self._clock())
             if move is not None:
                 moves.append(move)
         self._enqueue(moves, self._wanted)
-        self._await(lambda: all(move.over for move in moves), timeout_s)
+
+    def flushed(self, handle: int, salt: str, hashes: Sequence[bytes], timeout_s: float) -> bytearray:
+        """1 where a block is on SSD, once nobody writes any of them there any more, or after so long.
+
+        Call with the lock held: it is let go of while this waits.
+        """
+        coming = self.tiers.coming(handle, salt, hashes)
+
+        def over() -> bool:
+            while coming and not arrives(coming[-1]):
+                coming.pop()
+            return not coming
+
+        self._await(over, timeout_s)
+        return self.tiers.durable(handle, salt, hashes)
 
     def _await(self, done: Callable[[], bool], timeout_s: float) -> None:
         """In real time, whatever the state's clock says."""
@@ -244,10 +263,7 @@ class Movers:
 
     def _abandon(self, move: Move) -> None:
         """With the lock held: it has not begun and will not."""
-        if move.up:
-            self.tiers.promoted(move, [_LOST] * len(move.source), self._clock())
-        else:
-            self.tiers.demoted(move, [False] * len(move.source), self._clock())
+        self.tiers.abandon(move, self._clock())
         self._arrived.notify_all()
 
 

@@ -43,6 +43,7 @@ _NODE: Final = b""
 _NO_ROOM = BlockStatus.NO_ROOM
 _LOADED = int(BlockStatus.LOADED)
 _IN_FLIGHT = int(BlockStatus.IN_FLIGHT)
+_LATE = int(BlockStatus.LATE)
 _MISSING = int(BlockStatus.MISSING)
 
 
@@ -134,6 +135,8 @@ class TierMoves:
         self.budget = budget or WriteBudget(None, 0.0)
         self.quarantine = Quarantine(self.ssd.leases)
         self.ahead_bytes = 0
+        #: Called when a block came to be on SSD, or did not, without a move.
+        self.settled: Callable[[], None] = lambda: None
         self._limit = limit
         self._dirty: deque[Block] = deque()
         self._moves: set[Move] = set()
@@ -253,6 +256,22 @@ class TierMoves:
         self.counts.demote_failed += durable.count(False)
         self._finish(move, self.dram)
         return durable
+
+    def abandon(self, move: Move, now: float) -> None:
+        """It has not begun and will not. What was to be written may be chosen again; readers are late."""
+        if move.up:
+            self.promoted(move, [_LATE] * len(move.source), now)
+            return
+        for block in move.source:
+            block.offered = 0
+        self.demoted(move, [False] * len(move.source), now)
+
+    def coming(self, handle: int, salt: str, hashes: Iterable[bytes]) -> list[Block]:
+        """Copies on SSD that are being written, for demotion, a writer, or an order to copy, while :func:`arrives`."""
+        shelf = self.ssd.inventory.shelves.get((handle, salt))
+        if shelf is None:
+            return []
+        return [copy for key in hashes if (copy := shelf.blocks.get(key)) is not None and copy.state == IN_FLIGHT]
 
     def evicted(self, block: Block) -> None:
         """A block has left DRAM to make room: count it when it was nowhere else."""
@@ -485,7 +504,7 @@ class TierMoves:
         assert len(set(targets)) == len(targets), "a block is the target of two moves"
         up = {block for move in self._moves if move.up for block in move.target}
         assert up == self._arriving.keys(), "arriving blocks and moves differ"
-        keys = [(b.shelf.entry.handle, b.shelf.salt, b.hash) for b in targets if _arrives(b)]
+        keys = [(b.shelf.entry.handle, b.shelf.salt, b.hash) for b in targets if arrives(b)]
         assert len(set(keys)) == len(keys), "a key moves twice at once"
         for move in self._moves:
             assert not move.over and len(move.source) == len(move.target) == sum(len(p.blocks) for p in move.parts)
@@ -503,6 +522,6 @@ def _worth_it(block: Block, allowance: Allowance) -> bool:
     return allowance is Allowance.AMPLE or block.stamp != block.born
 
 
-def _arrives(block: Block) -> bool:
-    """A target that can still be published: of a retired shelf, none can."""
+def arrives(block: Block) -> bool:
+    """Its bytes are being written, and it can still be published: of a retired shelf, none can."""
     return block.state == IN_FLIGHT and not block.shelf.retired

@@ -42,8 +42,11 @@ TOO_MANY: Final = (
     "{what} costs {now:.4g} {unit}, and {bound:.4g} were written down: see the top of this file for what to do"
 )
 
+#: The ways to a node: reads by its shared index, by asking it on the same host, and over tcp.
+INDEX: Final = "index"
 #: Function calls of the calling thread: of a call of one block, and of each block more.
 CLIENT_CALLS: Final = {
+    (INDEX, "load"): (126, 0.2),
     ("shm", "lookup"): (128, 0.02),
     ("shm", "load"): (144, 0.2),
     ("shm", "store"): (310, 1.1),
@@ -53,12 +56,13 @@ CLIENT_CALLS: Final = {
 }
 #: Frames that the calling thread sends: each is a system call, and a wait for its answer.
 CLIENT_FRAMES: Final = {
+    (INDEX, "load"): {},
     ("shm", "lookup"): {"LOOKUP": 1},
     ("shm", "load"): {"ACQUIRE": 1},
-    ("shm", "store"): {"PLACE": 1, "PULL": 1},
+    ("shm", "store"): {"PULL": 1},
     ("tcp", "lookup"): {"LOOKUP": 1},
     ("tcp", "load"): {"ACQUIRE": 1},
-    ("tcp", "store"): {"PLACE": 1, "RESERVE": 1, "WRITE": 1},
+    ("tcp", "store"): {"RESERVE": 1, "WRITE": 1},
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
 NODE_CALLS: Final = {"reserve": (190, 1.0), "commit": (143, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
@@ -82,11 +86,13 @@ def bounded(what: str, now: float, written: float, unit: str, room: float = ROOM
 class Caller:
     """A client of one transport, with chains of its own."""
 
-    def __init__(self, pool: RealPool, transport: str) -> None:
+    def __init__(self, pool: RealPool, way: str) -> None:
+        self._by_index = way == INDEX
+        transport = "shm" if self._by_index else way
         self.client = Client(pool.address, transport=transport, transfer_deadline_ms=20_000)
         self._space = self.client.namespace("gate", block_bytes=BLOCK_BYTES, block_tokens=16, hash_bytes=HASH_BYTES)
         self._region = self.client.register(np.ones(MANY * BLOCK_BYTES, np.uint8))
-        self._names = (hashlib.shake_128(f"{transport}/{number}".encode()) for number in itertools.count())
+        self._names = (hashlib.shake_128(f"{way}/{number}".encode()) for number in itertools.count())
 
     def chain(self, count: int) -> bytes:
         return next(self._names).digest(count * HASH_BYTES)
@@ -104,7 +110,15 @@ class Caller:
         until(lambda: self.client.lookup(self._space, "", hashes).hit_blocks == count, READY_S)
         if op == "lookup":
             return lambda: self.client.lookup(self._space, "", hashes)
+        if self._by_index:
+            until(lambda: self._read_by_index(hashes, view), READY_S)
         return lambda: self.client.load(self._space, "", hashes, view)
+
+    def _read_by_index(self, hashes: bytes, view: Any) -> bool:
+        """Whether a load of these asks for none of them."""
+        before = self.client.health()["blocks_by_index"]
+        self.client.load(self._space, "", hashes, view)
+        return self.client.health()["blocks_by_index"] - before == len(hashes) // HASH_BYTES
 
     def _view(self, count: int) -> Any:
         table = np.stack([np.arange(count) * BLOCK_BYTES, np.full(count, BLOCK_BYTES)], axis=1)
@@ -113,54 +127,54 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def callers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Caller]]:
-    pool = RealPool(tmp_path_factory.mktemp("gate"), nodes=1, dram="192MiB")
+    """By way. Of two pools, one has a node that shares its index."""
+    pools: list[RealPool] = []
     callers: dict[str, Caller] = {}
     try:
-        for transport in ("shm", "tcp"):
-            caller = callers[transport] = Caller(pool, transport)
-            until(lambda caller=caller: caller.store(caller.chain(1), 1), READY_S)
+        for ways, options in (((INDEX,), ()), (("shm", "tcp"), ("--no-shared-index",))):
+            pools.append(RealPool(tmp_path_factory.mktemp("gate"), nodes=1, dram="192MiB", options=options))
+            for way in ways:
+                caller = callers[way] = Caller(pools[-1], way)
+                until(lambda caller=caller: caller.store(caller.chain(1), 1), READY_S)
         yield callers
     finally:
         for caller in callers.values():
             caller.client.close()
-        pool.end()
+        for pool in pools:
+            pool.end()
 
 
-@pytest.mark.parametrize(("transport", "op"), CLIENT_CALLS)
-def test_function_calls_of_a_client(callers: dict[str, Caller], transport: str, op: str) -> None:
-    of_one, of_more = CLIENT_CALLS[transport, op]
-    one, few, many = (least_function_calls(callers[transport].calls(op, count)) for count in (1, FEW, MANY))
-    bounded(f"{op} of a block by {transport}", one, of_one, "function calls")
+@pytest.mark.parametrize(("way", "op"), CLIENT_CALLS)
+def test_function_calls_of_a_client(callers: dict[str, Caller], way: str, op: str) -> None:
+    of_one, of_more = CLIENT_CALLS[way, op]
+    one, few, many = (least_function_calls(callers[way].calls(op, count)) for count in (1, FEW, MANY))
+    bounded(f"{op} of a block by {way}", one, of_one, "function calls")
     each = slope(few, many, FEW, MANY)
-    bounded(f"each more block of a {op} by {transport}", each, of_more + 0.05, "function calls")
+    bounded(f"each more block of a {op} by {way}", each, of_more + 0.05, "function calls")
 
 
-@pytest.mark.parametrize(("transport", "op"), CLIENT_FRAMES)
-def test_frames_of_a_client(
-    callers: dict[str, Caller], transport: str, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("way", "op"), CLIENT_FRAMES)
+def test_frames_of_a_client(callers: dict[str, Caller], way: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, FEW):
-        call = callers[transport].calls(op, count)
+        call = callers[way].calls(op, count)
         call()
         least: dict[str, int] | None = None
         for _ in range(3):  # a node that a busy machine kept silent is asked again: not what is counted
             with frames(monkeypatch) as sent:
                 call()
             least = dict(sent) if least is None or sent.total() < sum(least.values()) else least
-        wanted = CLIENT_FRAMES[transport, op]
-        assert least == wanted, (
-            f"{op} of {count} blocks by {transport} sends {least}, not {wanted}: see the top of this file"
-        )
+        wanted = CLIENT_FRAMES[way, op]
+        assert least == wanted, f"{op} of {count} blocks by {way} sends {least}, not {wanted}: see the top of this file"
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("way", [INDEX, "shm", "tcp"])
 @pytest.mark.parametrize("op", ["load", "store"])
-def test_bytes_are_copied_through_no_memory_of_their_own(callers: dict[str, Caller], transport: str, op: str) -> None:
-    call = callers[transport].calls(op, MANY)
+def test_bytes_are_copied_through_no_memory_of_their_own(callers: dict[str, Caller], way: str, op: str) -> None:
+    call = callers[way].calls(op, MANY)
     call()
     peak = min(memory_peak(call) for _ in range(3))
     share = peak / (MANY * BLOCK_BYTES)
-    assert share < 0.15, f"{op} by {transport} took {peak} bytes beside the blocks' own: {share:.0%} of their bytes"
+    assert share < 0.15, f"{op} by {way} took {peak} bytes beside the blocks' own: {share:.0%} of their bytes"
 
 
 def test_function_calls_of_a_node() -> None:

@@ -165,7 +165,8 @@ class FakePeer:
         return self.node
 
     def reachable(self) -> bool:
-        return self.node.fails is None
+        """A node that refuses a call is there, as over a real connection."""
+        return not isinstance(self.node.fails, Unavailable)
 
     def upkeep(self) -> None:
         self.upkeeps += 1
@@ -245,6 +246,7 @@ class FakeMaster:
         self.reports: list[pb.MissReport] = []
         self.asked: list[pb.Lookup] = []
         self.placed: list[pb.Place] = []
+        self.stands_ms = 0
         self.strict_epoch = False
         self.lookups = 0
         self.removed: list[bytes] = []
@@ -360,6 +362,7 @@ class FakeMaster:
             run_state=np.array(states, np.uint8).tobytes(),
             run_length=np.ones(len(codes), np.uint32).tobytes(),
             nodes=[_ref(node) for node in self.nodes.values()] if self.place_at else [],
+            stands_ms=self.stands_ms,
         )
         return Reply(Kind.PLACE_OK, reply.SerializeToString())
 

@@ -46,6 +46,28 @@ print("held", flush=True)
 time.sleep(60)
 """
 
+#: Says what a client's first calls of each kind have imported, over one transport.
+FIRST_CALLS = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from kvstrata.client import Client
+from tests.e2e.real_pool import keys
+with Client(sys.argv[1], transport=sys.argv[3]) as client:
+    ns = client.namespace("model/first", block_bytes=4096, block_tokens=16)
+    blocks = client.allocate(64 * 4096).rows(ns)
+    here, some, absent = keys(64, sys.argv[3]), keys(8, sys.argv[3]) + keys(1, "absent"), keys(2, "absent")
+    before = set(sys.modules)
+    client.lookup(ns, "", absent)
+    client.store(ns, "", here, blocks)
+    for _ in range(2):
+        client.lookup(ns, "", some)
+        assert client.load(ns, "", here, blocks).loaded.all()
+        client.load(ns, "", some, blocks[:9])
+        time.sleep(0.2)  # the node's index is mapped meanwhile
+    client.remove(ns, "", here)
+    print(sorted(set(sys.modules) - before))
+"""
+
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
@@ -108,3 +130,19 @@ def test_a_client_that_is_idle_stays_listed(pool: RealPool) -> None:
 
             until(lambda: row_of() > 1.0)
             until(lambda: row_of() < 1.0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_first_calls_import_nothing(pool: RealPool, transport: str) -> None:
+    """What they import they wait for, as many times as clients of a host begin at once."""
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", FIRST_CALLS, pool.address, root, transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("main", ["client.client", "storage.daemon", "master.daemon"])
+def test_a_process_has_what_numpy_imports_late(main: str) -> None:
+    told = f"import sys, kvstrata.{main}; print('numpy.ma' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -29,24 +29,11 @@ from kvstrata.transfer.otlp import OtlpTracing
 from kvstrata.transfer.tracing import TRACING
 from tests.e2e.otlp_receiver import Receiver, Seen
 from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
+from tests.e2e.traced_pool import TracedPool
 
 BLOCK_BYTES = 64 << 10
 SALT = "tenant-with-a-secret-name"
 GROUP = "model/traced"
-
-
-class TracedPool(RealPool):
-    """Daemons that send to a collector each second."""
-
-    def __init__(self, base: Path, collector: str, *options: str) -> None:
-        self._collector = collector
-        super().__init__(base, 1, "64MiB", options=("--traces", collector, *options))
-
-    def start_master(self, listen: str) -> None:
-        self.daemons["master"] = Daemon(
-            "master", "--listen", listen, "--grpc", ANY, "--http", ANY, "--traces", self._collector,
-            log=self._base / "master.log",
-        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -255,25 +242,29 @@ def test_an_engine_that_traces_has_our_spans_under_its_own(traced: TracedPool) -
     assert trace.get_current_span() is trace.INVALID_SPAN and not TRACING.on
 
 
-def test_the_bundled_engine_sends_spans_of_its_loads(traced: TracedPool, tmp_path: Path, receiver: Receiver) -> None:
+def test_the_bundled_engine_goes_on_with_the_trace_of_a_request(
+    traced: TracedPool, tmp_path: Path, receiver: Receiver
+) -> None:
+    trace, caller = "5" * 32, "6" * 16
     engine = Daemon(
         "serve", "--listen", ANY, "--model", "tiny", "--kv-memory", "8MiB", "--pool", traced.address,
         "--traces", receiver.url, "--name", "engine-1", log=tmp_path / "engine.log",
     )  # fmt: skip
     try:
         body = json.dumps({"model": "tiny", "prompt": "word " * 60, "max_tokens": 2}).encode()
-        ask = urllib.request.Request(
-            f"http://{engine.ready['http']}/v1/completions", body, {"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{caller}-01"}
+        ask = urllib.request.Request(f"http://{engine.ready['http']}/v1/completions", body, headers)
         with urllib.request.urlopen(ask, timeout=30) as answer:
             assert answer.status == 200
-        ours: list[str] = []
+        wanted = {"kvstrata.lookup", "kvstrata.store", "kvstrata.master.lookup", "kvstrata.master.place"}
 
-        def looked_up() -> bool:
-            ours[:] = [s.trace for s in receiver.named("kvstrata.lookup") if s.service == "kvstrata-engine"]
-            return any(span.trace in ours for span in receiver.named("kvstrata.master.lookup"))
+        def gone_on() -> bool:
+            return wanted <= {span.name for span in list(receiver.spans) if span.trace == trace}
 
-        receiver.wait(looked_up, 30)
+        receiver.wait(gone_on, 30)
+        ours = [span for span in list(receiver.spans) if span.trace == trace and span.parent == caller]
+        assert {span.name for span in ours} == {"kvstrata.lookup", "kvstrata.store"}, ours
+        assert {span.service for span in ours} == {"kvstrata-engine"}
         with urllib.request.urlopen(f"http://{engine.ready['http']}/metrics", timeout=5) as answer:
             assert b'kvstrata_client_blocks_asked_total{call="lookup",client="engine-1/0' in answer.read()
     finally:

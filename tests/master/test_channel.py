@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvstrata.master.daemon import Master
+from kvstrata.master.replies import STANDS_MS
 from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument, ProtocolError, Unavailable
@@ -72,6 +73,38 @@ def test_place_says_present_new_in_flight(node: Make, client: Any, wires: Any, m
     assert np.frombuffer(first.run_length, "<u4").tolist() == [2, 3]
     assert second.run_state == bytes([PlaceState.IN_FLIGHT])
     assert again.run_state == bytes([PlaceState.NEW]), "its first answer may have been lost"
+
+
+def test_where_there_is_one_node_an_answer_stands_until_there_may_be_another(
+    node: Make, client: Any, closing: Make, master: Master
+) -> None:
+    assert client.place(os.urandom(16)).stands_ms == 0, "nobody takes anything"
+    first = node("a").attach()
+    answer = client.place(os.urandom(32))
+    assert (answer.stands_ms, [ref.node_id for ref in answer.nodes]) == (STANDS_MS, ["a"])
+    asked = client.place(b"")
+    assert (asked.stands_ms, [ref.node_id for ref in asked.nodes]) == (STANDS_MS, ["a"]), "nothing but whether it does"
+    node("b").attach()
+    assert client.place(os.urandom(16)).stands_ms == client.place(b"").stands_ms == 0
+    first.close()
+    named = pb.Place(ns=client.handle, hashes=os.urandom(16), avoid=["a"], avoid_incarnation=[1])
+    answer = client.ask(Kind.PLACE, named, pb.PlaceOk, Kind.PLACE_OK)
+    assert (answer.stands_ms, [ref.node_id for ref in answer.nodes]) == (0, ["b"]), "one that is away may come back"
+
+
+def test_what_went_to_the_one_node_unasked_is_counted_and_nobody_waits_for_it(
+    node: Make, client: Any, wires: Any, master: Master, closing: Make
+) -> None:
+    node("a").attach()
+    went = os.urandom(16 * 3)
+    told = pb.Place(ns=client.open(), hashes=b"", unasked=went)
+    client.ask(Kind.PLACE, told, pb.PlaceOk, Kind.PLACE_OK)
+    value = master.hub.metrics.registry.get_sample_value
+    assert value("kvstrata_master_blocks_placed_total", {"state": "new"}) == 3
+    other = closing(wires.client(master.endpoints.channel))
+    assert other.place(went).run_state == bytes([PlaceState.NEW]), "it was told of, and not asked for"
+    with pytest.raises(InvalidArgument, match="not a multiple"):
+        client.ask(Kind.PLACE, pb.Place(ns=client.handle, unasked=bytes(7)), pb.PlaceOk, Kind.PLACE_OK)
 
 
 def test_miss_report_hides_for_lookup_and_place(node: Make, client: Any, eventually: Make) -> None:

@@ -285,6 +285,38 @@ def test_the_roster_and_the_namespaces_are_made_durable() -> None:
         World(saved).state.open_namespace(Namespace("model", block_bytes=7, block_tokens=16))
 
 
+# ---------------------------------------------------------------------- a pool of one node
+
+
+def test_a_node_is_the_only_one_while_no_other_may_come_back_with_blocks() -> None:
+    world = World()
+    assert world.place(1).sole is None
+    world.up(1, node_id="a")
+    first = world.place(2).sole
+    assert first is not None and world.place(1).sole == world.place().sole == first, "whatever is asked"
+    second = world.up(node_id="b")
+    assert world.place(3).sole is None
+    world.wait(11, beating=[("a", 1)])
+    assert world.node_state("b") is NodeState.OFFLINE
+    assert world.place(4).sole is None, "it is away, and not gone"
+    second = world.up(node_id="b", incarnation=2)
+    world.tell(m.Detach(second, "stopping"))
+    assert world.place(5).sole == first
+
+
+def test_neither_a_node_that_leaves_nor_a_master_that_does_not_lead_makes_an_answer_stand() -> None:
+    world = World()
+    world.up(node_id="a")
+    world.state.standing.leading = False
+    assert world.place(1).sole is None
+    world.state.standing.leading = True
+    node = world.state.nodes.get("a")
+    assert world.place(2).sole is not None and node is not None
+    node.draining = True
+    world.state.membership.takers.moved()
+    assert world.place(3).sole is None
+
+
 # ---------------------------------------------------------------------- miss reports
 
 

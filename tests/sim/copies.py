@@ -141,4 +141,5 @@ class SimCopier:
             else:
                 outcome[row] = _STORED
         self.shipped._write(piece, whole, outcome)
-        self.shipped.intake.commit(piece, outcome, node.process.clock())
+        with node.lock:
+            self.shipped.intake.commit(piece, outcome, node.process.clock())

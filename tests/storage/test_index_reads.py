@@ -124,6 +124,17 @@ def test_blocks_are_found_without_asking(engine: Engine, count: int) -> None:
     assert engine.counted() == tuple(np.add(before, (3 * count, 3 * count, by_index, 3 * count * SIZE)))
 
 
+@pytest.mark.parametrize("count", [1, 60])
+def test_a_store_tells_first_of_the_reads_before_it(engine: Engine, count: int) -> None:
+    """Or it might be given the room of what was read just now."""
+    ready(engine, range(count))
+    engine.counted()
+    engine.load(range(count), here=False)
+    before = engine.node.state.counts.hits_index
+    engine.store(range(count, count + 1))
+    assert engine.node.state.counts.hits_index == before + count
+
+
 def test_what_is_not_there_is_asked_for(engine: Engine) -> None:
     ready(engine, range(40))
     got = engine.load(range(20, 60))
@@ -196,7 +207,7 @@ def test_what_goes_during_the_copy_is_not_loaded(
 
         return copied
 
-    for name in ("copy_one", "copy_into"):
+    for name in ("copy_few", "copy_into"):
         monkeypatch.setattr(index_reads, name, during(getattr(index_reads, name)))
     got = engine.load(range(count))
     assert done and got.status.tolist() == [MISSING] * count and not got.by_index
@@ -281,7 +292,6 @@ def test_a_node_that_shares_no_index(tmp_path: Path, running: StorageNode) -> No
         for _ in range(3):
             got = engine.load(range(9))
             assert (got.status == LOADED).all() and got.by_index == 0
-        assert not engine.peer.index.open
         with pytest.raises(Refused, match="shares no index"):
             engine.peer.slabs.map_index(None)
         engine.peer.close()
@@ -302,7 +312,6 @@ def test_the_index_is_for_who_may_read_everything(running: StorageNode, monkeypa
     for _ in range(3):
         got = engine.load(range(9), "acme-1")
         assert (got.status == LOADED).all() and got.by_index == 0
-    assert not engine.peer.index.open
     with pytest.raises(ForbiddenSalt):
         engine.peer.slabs.map_index(None)
     engine.peer.close()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstrata.proto.status import BlockStatus
+from kvstrata.proto.status import BlockStatus, CopyReason, Tier
+from kvstrata.storage.copying.book import Copy
+from kvstrata.storage.copying.intake import CopyIntake, Told
+from kvstrata.storage.records import Block
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
+from kvstrata.transfer.base import Endpoint
 from kvstrata.transfer.loops import Loops
 
 from .conftest import holds, key, until
@@ -146,26 +151,127 @@ def test_demotion_holds_back_while_a_reader_waits_but_not_for_ever(working: Work
     working.movers._busy = 0
 
 
-def test_written_through_waits_for_the_flush() -> None:
-    working = Working(SsdPolicy.WRITE_THROUGH)
-    working.start()
-    try:
-        with working.lock:
-            working.node.store(range(6))
-            shelf = working.node.state.inventory.shelves[working.node.handle, ""]
-            working.movers.write_through([shelf.blocks[key(n)] for n in range(6)], 5.0)
-            assert working.node.on_ssd(range(6)) == list(range(6))
-        working.node.store_.open_gate.clear()
-        with working.lock:
-            working.node.store([50])
-            working.movers.write_through([shelf.blocks[key(50)]], 0.02)
-            assert working.node.on_ssd([50]) == []
-        working.node.store_.open_gate.set()
-        until(lambda: working.node.on_ssd([50]) == [50])
-    finally:
-        working.movers.stop(0.0)
-        working.loops.stop()
-        working.node.arena.close()
+@pytest.fixture
+def through() -> Iterator[Working]:
+    one = Working(SsdPolicy.WRITE_THROUGH)
+    yield one
+    one.node.store_.open_gate.set()
+    one.movers.stop(0.0)
+    one.loops.stop()
+    one.node.arena.close()
+
+
+def stored(node: TierNode, numbers: range) -> list[Block]:
+    node.store(numbers)
+    shelf = node.state.inventory.shelves[node.handle, ""]
+    return [shelf.blocks[key(n)] for n in numbers]
+
+
+def flushed(working: Working, numbers: range, timeout_s: float = 5.0) -> list[int]:
+    return list(working.movers.flushed(working.node.handle, "", [key(n) for n in numbers], timeout_s))
+
+
+def test_written_through_waits_for_the_flush(through: Working) -> None:
+    through.start()
+    with through.lock:
+        through.movers.write_through(stored(through.node, range(6)))
+        assert flushed(through, range(7)) == [1] * 6 + [0]
+    through.node.store_.open_gate.clear()
+    with through.lock:
+        through.movers.write_through(stored(through.node, range(50, 51)))
+        assert flushed(through, range(50, 51), 0.02) == [0]
+    through.node.store_.open_gate.set()
+    until(lambda: through.node.on_ssd([50]) == [50])
+
+
+def test_what_demotion_has_taken_is_waited_for_as_well(through: Working, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... in its move, though nothing of it is left to be written for who asks."""
+    with through.lock:
+        blocks = stored(through.node, range(6))
+        move = through.node.moves.demotions(1 << 20, through.node.now, everything=True)
+        assert move is not None and len(move.source) == 6
+        through.movers.write_through(blocks)
+        assert not through.movers._wanted, "it is on its way"
+    waits, performs = through.movers._await, threading.Thread(target=through.movers.perform, args=(move,))
+
+    def performed(done: Callable[[], bool], timeout_s: float) -> None:
+        performs.start()
+        waits(done, timeout_s)
+
+    monkeypatch.setattr(through.movers, "_await", performed)
+    with through.lock:
+        assert flushed(through, range(6)) == [1] * 6
+    performs.join(5)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_another_node_is_sending_to_the_ssd_is_waited_for_too(
+    through: Working, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    """A client stores what an order to copy is bringing: it is on its way, without a move."""
+    node = through.node
+    copy = Copy(
+        (1, 1), Endpoint("s", 1, "s:1"), node.namespace, "", [key(n) for n in range(4)], 0, Tier.SSD,
+        CopyReason.REPLICA, node.now + 60.0, lambda done: None,
+    )  # fmt: skip
+    intake = CopyIntake(node.state, node.moves)
+    with through.lock:
+        positions = intake.next_piece(copy, node.now)
+        piece = intake.admit(copy, positions, [Told(0, b"", n, 0.0) for n in positions], node.now)
+        assert piece is not None and len(piece.blocks) == 4 and piece.tier == Tier.SSD
+        through.movers.write_through(stored(node, range(4)))
+        assert not through.movers._wanted
+    outcome = [int(BlockStatus.STORED if arrives else BlockStatus.LATE)] * 4
+    waits = through.movers._await
+
+    def ends() -> None:
+        with through.lock:
+            intake.commit(piece, outcome, node.now)
+
+    ending = threading.Thread(target=ends)
+
+    def sent(done: Callable[[], bool], timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        ending.start()
+        waits(done, timeout_s)
+        assert time.monotonic() < until_s, "it was not told of the end"
+
+    monkeypatch.setattr(through.movers, "_await", sent)
+    with through.lock:
+        assert flushed(through, range(4), 20.0) == [int(arrives)] * 4
+    ending.join(5)
+
+
+@pytest.mark.parametrize("how", ["remove", "bump"])
+def test_nobody_waits_for_what_has_gone(through: Working, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its slot is still being written to."""
+    node, waits = through.node, through.movers._await
+
+    def gone(done: Callable[[], bool], timeout_s: float) -> None:
+        assert not done()
+        if how == "remove":
+            node.remove(range(4))
+        else:
+            node.state.set_epoch(node.namespace.group, 1, node.now)
+        until_s = time.monotonic() + timeout_s
+        waits(done, timeout_s)
+        assert time.monotonic() < until_s
+
+    monkeypatch.setattr(through.movers, "_await", gone)
+    with through.lock:
+        through.movers.write_through(stored(node, range(4)))
+        assert flushed(through, range(4)) == [0] * 4
+
+
+def test_what_is_given_up_at_a_stop_is_flushed_all_the_same(through: Working) -> None:
+    """A writer's move that has not begun counts as not offered."""
+    with through.lock:
+        through.movers.write_through(stored(through.node, range(6)))
+    through.movers.stop(5.0)
+    assert through.node.on_ssd(range(6)) == list(range(6))
+    with through.lock:
+        through.movers.write_through(stored(through.node, range(50, 54)))
+        assert flushed(through, range(50, 54)) == [0] * 4, "nothing is begun any more, and nobody hangs"
 
 
 def test_a_store_that_raises_ends_the_move_and_shows_in_health(working: Working) -> None:

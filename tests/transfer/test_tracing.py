@@ -59,6 +59,7 @@ def test_off_there_is_one_span_that_is_nothing() -> None:
         return 1
 
     assert TRACING.carried(call) is call
+    assert TRACING.under("00-" + "1" * 32 + "-" + "2" * 16 + "-01") is NOTHING
     with TRACING.span("a") as span:
         span.set("x", 1)
     assert not span.recording
@@ -83,7 +84,30 @@ def test_a_call_in_another_thread_stays_under_its_span(finished: InMemorySpanExp
 def test_garbage_from_a_peer_is_no_parent(finished: InMemorySpanExporter, garbage: str) -> None:
     with TRACING.span("a", garbage):
         pass
-    assert finished.get_finished_spans()[-1].parent is None
+    with TRACING.under(garbage), TRACING.span("b"):
+        pass
+    assert [span.parent for span in finished.get_finished_spans()] == [None, None]
+
+
+def test_what_is_called_under_another_process_s_span_is_its_child(finished: InMemorySpanExporter) -> None:
+    trace, caller = "1" * 32, "2" * 16
+    with TRACING.under(f"00-{trace}-{caller}-01"):
+        assert TRACING.here() == f"00-{trace}-{caller}-01"
+        with TRACING.span("parent"), TRACING.span("child"):
+            pass
+    with TRACING.under(""), TRACING.span("of its own"):
+        pass
+    child, parent, own = finished.get_finished_spans()
+    assert parent.parent is not None and format(parent.parent.span_id, "016x") == caller
+    assert child.parent is not None and child.parent.span_id == parent.context.span_id
+    assert format(child.context.trace_id, "032x") == trace and own.parent is None
+
+
+def test_under_a_span_that_is_not_sampled_there_is_none(finished: InMemorySpanExporter) -> None:
+    not_sampled = f"00-{'1' * 32}-{'2' * 16}-00"
+    with TRACING.under(not_sampled), TRACING.span("a") as span:
+        assert not span.recording and TRACING.here() == not_sampled  # and so for whoever is called
+    assert not finished.get_finished_spans()
 
 
 def test_an_error_is_named_by_its_class_alone(finished: InMemorySpanExporter) -> None:

@@ -160,6 +160,10 @@ class VllmEngine:
         """Empty the engine's own cache."""
         assert self._ask({"op": "forget"}, ANSWER_S)["done"]
 
+    def pause(self) -> str:
+        """Pause and go on, with all caches cleared as vLLM does by default; what is wrong, or an empty string."""
+        return str(self._ask({"op": "pause"}, ANSWER_S)["problem"])
+
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self._ask({"op": "metrics"}, ANSWER_S)
         return found

@@ -105,6 +105,17 @@ class Engine:
         """Drop the engine's own cached blocks: what is reused from now on came from outside."""
         return {"done": bool(self._llm.reset_prefix_cache())}
 
+    def pause(self) -> dict[str, Any]:
+        """What a server does for ``/pause``, and for ``/sleep`` before memory is given back; then ``/resume``."""
+        core = self._engine.engine_core.engine_core
+        problem = ""
+        try:
+            core.pause_scheduler(mode="abort", clear_cache=True)
+        except RuntimeError as error:
+            problem = str(error)
+        core.resume_scheduler()
+        return {"problem": problem}
+
     def metrics(self) -> dict[str, float]:
         """Counters by name and the labels that tell them apart; engine and model names left out."""
         self._engine.do_log_stats()

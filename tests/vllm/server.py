@@ -22,7 +22,9 @@ START_S = 240.0
 class ApiServer:
     """``options`` as of the command line, without dashes: ``max_model_len=1024``; True stands for a bare flag."""
 
-    def __init__(self, log: Path, model: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, log: Path, model: Path, options: dict[str, Any], environment: dict[str, str] | None = None
+    ) -> None:
         host, port = free_address().split(":")
         self.url = f"http://{host}:{port}"
         self._log = log
@@ -34,7 +36,11 @@ class ApiServer:
                 command.append(json.dumps(value) if isinstance(value, dict) else str(value))
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=output, env=os.environ | ENVIRONMENT
+                command,
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env=os.environ | ENVIRONMENT | (environment or {}),
             )
         try:
             self._wait_until_ready()

@@ -48,6 +48,7 @@ class FakeRequest:
     num_prompt_tokens: int = 0
     content: str = "text"
     cache_salt: str = ""
+    trace: str = ""
     hash_tokens: int = 4
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Asked:
     hashes: list[bytes]
     prefetch: bool
     request: str
+    trace: str
 
 
 class FakeLookups:
@@ -82,8 +84,10 @@ class FakeLookups:
         self.closed = False
         self._ends: list[LookupEnd] = []
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
-        asked = Asked(len(self.asked) + 1, cache_salt, list(hashes), prefetch, request)
+    def ask(
+        self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "", trace: str = ""
+    ) -> int:
+        asked = Asked(len(self.asked) + 1, cache_salt, list(hashes), prefetch, request, trace)
         self.asked.append(asked)
         self.open[asked.lookup_id] = asked
         return asked.lookup_id

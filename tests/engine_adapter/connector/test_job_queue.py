@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,8 @@ def test_only_the_same_chain_is_continued() -> None:
     assert not continues(first, opened(2, "r", 3, 1).job, WIDTH)
     reused = job(2, JobKind.STORE, names(1, 2), [1], request_id="r", first_index=2, parent=names(1, 77))
     assert not continues(first, reused, WIDTH), "the id came back with another prompt"
+    retried = msgspec.structs.replace(opened(2, "r", 2, 1).job, trace="another")
+    assert not continues(first, retried, WIDTH), "the id came back in another trace"
 
 
 @given(full=st.integers(0, 20), window=st.integers(0, 10), first=st.integers(0, 5), chunk_bytes=st.integers(1, 1000))

@@ -485,7 +485,9 @@ class SimulatedLookups:
         self._open: dict[int, tuple[list[bytes], int]] = {}
         self._asked = 0
 
-    def ask(self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "") -> int:
+    def ask(
+        self, cache_salt: str, hashes: Sequence[bytes], *, prefetch: bool, request: str = "", trace: str = ""
+    ) -> int:
         self._asked += 1
         self._open[self._asked] = (list(hashes), self.delay)
         return self._asked

@@ -43,6 +43,7 @@ class ScriptedEngine:
         self.in_use = False
         self.current = EngineStats()
         self.submitted: list[tuple[list[int], SamplingParams, str]] = []
+        self.traces: list[str] = []
         self.aborted: list[str] = []
         self.asked = threading.Event()
         self.callbacks: dict[str, Callable[[RequestOutput], None]] = {}
@@ -54,6 +55,7 @@ class ScriptedEngine:
         *,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
+        trace: str = "",
         request_id: str | None = None,
         on_output: Callable[[RequestOutput], None],
     ) -> str:
@@ -61,6 +63,7 @@ class ScriptedEngine:
             raise self.refuse
         assert request_id is not None and request_id not in self.callbacks
         self.submitted.append((list(prompt_token_ids), sampling.validated(), cache_salt))
+        self.traces.append(trace)
         self.callbacks[request_id] = on_output
         self.asked.set()
         if not self.hold:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.engine_adapter.paged.stats import EngineStats
 from kvstrata.engine_adapter.paged.text.chat import render_chat
+from kvstrata.transfer.tracing import TRACE_CHARACTERS_MAX
 
 
 def samples(bench: Any) -> dict[str, float]:
@@ -153,3 +154,14 @@ def test_metrics_are_the_engines_and_the_servers(bench: Any) -> None:
     assert found["vllm:request_prompt_tokens_sum"] == 4 + 2 + 2
     assert found["vllm:request_generation_tokens_sum"] == 12 + len("hello w") + 1
     assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_traceparent_goes_to_the_engine_cut_to_what_is_read_of_one(bench: Any, route: str, stream: bool) -> None:
+    said = {"prompt": "hi"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    trace = f"00-{'1' * 32}-{'2' * 16}-01"
+    for headers in ({"traceparent": trace}, {}, {"traceparent": trace + "-" + "x" * 4000}):
+        bench.post(route, {"model": "tiny", "stream": stream, **said}, headers=headers)
+    first, without, cut = bench.engine.traces
+    assert (first, without) == (trace, "") and cut.startswith(trace) and len(cut) == TRACE_CHARACTERS_MAX

@@ -112,6 +112,7 @@ class Request:
     block_hashes: list[bytes]
     cache_salt: str | None = None
     lora_request: Lora | None = None
+    trace_headers: dict[str, str] | None = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool | None = False

@@ -45,3 +45,9 @@ def test_the_role_bounds_what_the_settings_ask_for() -> None:
 
 def test_the_pool_is_reset_only_where_that_is_said() -> None:
     assert not read_settings({}).reset_external and read_settings({"reset_external": True}).reset_external
+
+
+def test_weights_that_never_change_end_nothing() -> None:
+    assert read_settings({"fixed_weights": True}).fixed_weights
+    with pytest.raises(InvalidArgument, match="reset_external and fixed_weights"):
+        read_settings({"reset_external": True, "fixed_weights": True})

@@ -1,0 +1,45 @@
+"""vLLM clears its caches to pause and to sleep, the connector's too: what becomes of the pool, and of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.real_pool import RealPool, until
+from tests.vllm.conftest import OpenEngine, Plain, draw
+from tests.vllm.engine import BLOCK, Prompt, VllmEngine
+
+BLOCKS = 4
+
+
+def cached_from_pool(engine: VllmEngine, prompts: list[Prompt]) -> int | None:
+    engine.forget()
+    return engine.generate_with_pool(prompts).cached[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"), [({}, "Failed to reset the KV connector cache"), ({"fixed_weights": True}, "")]
+)
+def test_a_pause_leaves_the_pool_as_it_is_and_works_where_weights_are_fixed(
+    open_engine: OpenEngine, pool: RealPool, plain: Plain, extra: dict[str, Any], problem: str
+) -> None:
+    prompts = draw(1, seed=40 + len(extra), length=BLOCKS * BLOCK + 1)
+    engine = open_engine(pool.address, **extra)
+    until(lambda: cached_from_pool(engine, prompts) == BLOCKS * BLOCK, 60)
+    assert engine.pause().startswith(problem) and bool(engine.pause()) == bool(problem)
+    again = engine.generate_with_pool(prompts)
+    assert again.tokens == plain(prompts) and again.cached == [BLOCKS * BLOCK]
+
+
+def test_a_pause_for_new_weights_ends_what_is_in_the_pool_and_goes_on_with_it(
+    open_engine: OpenEngine, pool: RealPool, plain: Plain
+) -> None:
+    prompts = draw(1, seed=42, length=BLOCKS * BLOCK + 1)
+    engine = open_engine(pool.address, reset_external=True)
+    until(lambda: cached_from_pool(engine, prompts) == BLOCKS * BLOCK, 60)
+    assert engine.pause() == ""
+    again = engine.generate(prompts)  # the pool is away until its namespaces are opened anew, or has nothing
+    assert again.tokens == plain(prompts) and again.cached == [0]
+    engine.settle()
+    until(lambda: cached_from_pool(engine, prompts) == BLOCKS * BLOCK, 60)
