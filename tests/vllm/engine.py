@@ -120,8 +120,10 @@ class VllmEngine:
         abort_while_loading: bool = False,
         adapter: Lora | None = None,
         sound_seed: int | None = None,
+        image_seeds: Sequence[int] = (),
     ) -> Answer:
-        """All at once, greedily. ``sound_seed``: of the random sound that all of them have."""
+        """All at once, greedily. ``sound_seed``, ``image_seeds``: of the random sound, or images, that all of them
+        have."""
         asked = {
             "op": "generate",
             "prompts": list(prompts),
@@ -130,6 +132,7 @@ class VllmEngine:
             "abort_while_loading": abort_while_loading,
             "adapter": adapter,
             "sound_seed": sound_seed,
+            "image_seeds": list(image_seeds),
         }
         return Answer(**self._ask(asked, ANSWER_S))
 

@@ -39,10 +39,12 @@ class Engine:
         abort_while_loading: bool = False,
         adapter: list[Any] | None = None,
         sound_seed: int | None = None,
+        image_seeds: list[int] | None = None,
     ) -> dict[str, Any]:
         """All prompts at once, greedily. ``abort_while_loading``: the first is aborted when its load is under way."""
         began = time.perf_counter()
-        names = [self._add(prompt, max_tokens, salt, adapter, sound_seed) for prompt in prompts]
+        media = _media(sound_seed, image_seeds or [])
+        names = [self._add(prompt, max_tokens, salt, adapter, media) for prompt in prompts]
         first: dict[str, float] = {}
         outputs: dict[str, Any] = {}
         aborted = False
@@ -64,7 +66,7 @@ class Engine:
         }
 
     def _add(
-        self, prompt: list[int], max_tokens: int, salt: str, adapter: list[Any] | None, sound_seed: int | None
+        self, prompt: list[int], max_tokens: int, salt: str, adapter: list[Any] | None, media: dict[str, Any]
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -72,8 +74,8 @@ class Engine:
         outer = f"request-{len(self._outer)}"
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         asked: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        if sound_seed is not None:
-            asked["multi_modal_data"] = {"audio": _sound(sound_seed)}
+        if media:
+            asked["multi_modal_data"] = media
         lora = LoRARequest(*adapter) if adapter is not None else None
         name: str = self._engine.add_request(outer, asked, parameters, lora_request=lora)
         self._outer[name] = outer
@@ -139,6 +141,21 @@ class Engine:
         """What vLLM does when its process ends well: connectors are shut down."""
         self._engine.engine_core.shutdown()
         return {}
+
+
+def _media(sound_seed: int | None, image_seeds: list[int]) -> dict[str, Any]:
+    """As vLLM takes them beside a prompt."""
+    sounds = {"audio": _sound(sound_seed)} if sound_seed is not None else {}
+    return sounds | ({"image": [_image(seed) for seed in image_seeds]} if image_seeds else {})
+
+
+def _image(seed: int) -> Any:
+    """Four rectangles of random colours, wider than high."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (2, 2, 3), np.uint8)
+    return Image.fromarray(pixels.repeat(6, 0).repeat(8, 1))
 
 
 def _sound(seed: int) -> Any:

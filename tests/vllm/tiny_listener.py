@@ -1,7 +1,4 @@
-"""A small Qwen2-Audio with random weights, whose text model has the shape of ``tiny_llama``: prompts with sounds.
-
-Models of images need torchvision, which seldom fits the wheel's torch; the seam is the same for sounds.
-"""
+"""A small Qwen2-Audio with random weights, whose text model has the shape of ``tiny_llama``: prompts with sounds."""
 
 from __future__ import annotations
 
