@@ -9,7 +9,7 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvstrata.master.content.lookups import LookedUp
-from kvstrata.master.content.misses import COUNTED, MissReason
+from kvstrata.master.content.misses import COUNTED
 from kvstrata.master.directory.directory import Found
 from kvstrata.master.directory.probing import FEW
 from kvstrata.proto.status import PlaceState, Tier
@@ -38,7 +38,7 @@ class Metrics:
             registry=self.registry,
         )
         self._hits = [hits.labels(tier.name.lower()) for tier in Tier]
-        self._misses = {reason: misses.labels(reason.label) for reason in COUNTED}
+        self._misses: dict[int, Counter] = {reason: misses.labels(reason.label) for reason in COUNTED}
         self._places = [places.labels(state.name.lower()) for state in PlaceState]
 
     def looked_up(self, answer: LookedUp, seconds: float, request: str = "") -> None:
@@ -52,9 +52,8 @@ class Metrics:
             if count:
                 counter.inc(count)
         if len(answer.reasons):
-            counts = answer.misses()
-            for reason in np.flatnonzero(counts).tolist():
-                self._misses[MissReason(reason)].inc(int(counts[reason]))
+            for reason, count in _reasons(answer):
+                self._misses[reason].inc(count)
 
     def counted(self) -> dict[str, int]:
         """Of lookups since the start, for what is shown: blocks ``asked`` are the sum of ``hit`` and ``miss`` ones."""
@@ -81,6 +80,15 @@ def _tiers(found: Found, size: int) -> list[int]:
     blocks = zip(found.codes.tolist(), found.present.tolist(), strict=True)
     tiers = [code - 1 & 3 for code, present in blocks if present]
     return [tiers.count(tier) for tier in range(size)]
+
+
+def _reasons(answer: LookedUp) -> list[tuple[int, int]]:
+    """(reason, blocks) of those that are not there."""
+    if len(answer.reasons) <= FEW:
+        packed = answer.reasons.tobytes()
+        return [(reason, packed.count(reason)) for reason in set(packed)]
+    counts = answer.misses()
+    return [(reason, int(counts[reason])) for reason in np.flatnonzero(counts).tolist()]
 
 
 def _counts(numbers: npt.NDArray[np.unsignedinteger], size: int) -> list[int]:

@@ -226,6 +226,9 @@ class Placement:
         """Blocks that a writer was sent to one of ``slots`` with, and that have not arrived: bool[n]."""
         if not self._intents.live and not self._older.live:
             return np.zeros(len(keys), dtype=np.bool_)
+        if len(keys) <= FEW:
+            few = [self._intent(low, high, slots, now)[0] != 0 for low, high in (keys ^ scope).tolist()]
+            return np.array(few, dtype=np.bool_)
         standing: npt.NDArray[np.bool_] = _read(self._noted(keys ^ scope, now), slots, now)[0] != 0
         return standing
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstrata.master.content.misses import LEFT_REASONS, REASONS, MissReason
 from kvstrata.master.directory.directory import Directory, Found, TableKey
-from kvstrata.master.directory.probing import Keys
+from kvstrata.master.directory.probing import FEW, Keys
 
 #: Named lookups remembered, and hashes in all of them: the oldest go first.
 REQUESTS_MAX: Final = 8192
@@ -19,6 +19,7 @@ KEYS_MAX: Final = 1 << 20
 REQUEST_CHARACTERS_MAX: Final = 200
 
 Reasons = npt.NDArray[np.uint8]  #: of :class:`MissReason`
+_SHARD_MISSING: Final = int(MissReason.SHARD_MISSING)
 NO_REASONS: Final[Reasons] = np.zeros(0, dtype=np.uint8)
 
 
@@ -63,6 +64,8 @@ def reasons_of(directory: Directory, table: TableKey, keys: Keys, found: Found) 
 
     One look at an array a block; blocks that nothing is known of are looked for in the grave of ``table``.
     """
+    if len(keys) <= FEW and directory.graves.find(table) is None:
+        return _reasons_of_few(directory, keys, found)
     missing = np.flatnonzero(~found.present)
     reasons = directory.reasons(found.ids[missing])
     reasons[found.codes[missing] != 0] = MissReason.SHARD_MISSING
@@ -74,8 +77,19 @@ def reasons_of(directory: Directory, table: TableKey, keys: Keys, found: Found) 
     return reasons, keys
 
 
+def _reasons_of_few(directory: Directory, keys: Keys, found: Found) -> tuple[Reasons, Keys]:
+    """As :func:`reasons_of`, in plain integers, where the table has no grave."""
+    kept, codes = directory.reasons(found.ids).tolist(), found.codes.tolist()
+    missing = [position for position, present in enumerate(found.present.tolist()) if not present]
+    reasons = [_SHARD_MISSING if codes[position] else kept[position] for position in missing]
+    return np.array(reasons, dtype=np.uint8), keys if len(missing) == len(keys) else keys[missing]
+
+
 def left(reasons: Reasons, keys: Keys) -> tuple[npt.NDArray[np.int64], Keys]:
     """Positions of the blocks that no node has, and their keys."""
+    if len(keys) <= FEW:
+        few = [position for position, reason in enumerate(reasons.tolist()) if reason < LEFT_REASONS]
+        return np.array(few, dtype=np.int64), keys if len(few) == len(keys) else keys[few]
     gone = np.flatnonzero(reasons < LEFT_REASONS)
     return gone, keys if len(gone) == len(keys) else keys[gone]
 

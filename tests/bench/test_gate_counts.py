@@ -49,10 +49,10 @@ CLIENT_CALLS: Final = {
     (INDEX, "load"): (126, 0.2),
     ("shm", "lookup"): (128, 0.02),
     ("shm", "load"): (144, 0.2),
-    ("shm", "store"): (310, 1.1),
+    ("shm", "store"): (248, 1.1),
     ("tcp", "lookup"): (128, 0.02),
     ("tcp", "load"): (223, 1.1),
-    ("tcp", "store"): (418, 1.05),
+    ("tcp", "store"): (352, 1.05),
 }
 #: Frames that the calling thread sends: each is a system call, and a wait for its answer.
 CLIENT_FRAMES: Final = {

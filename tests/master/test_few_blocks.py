@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from types import ModuleType
 
 import numpy as np
@@ -17,7 +17,9 @@ from kvstrata.master import metrics as metrics_module
 from kvstrata.master import placement as placement_module
 from kvstrata.master import replies as replies_module
 from kvstrata.master.candidates import Candidate, Candidates, slot_mask
-from kvstrata.master.content.lookups import NO_REASONS, LookedUp
+from kvstrata.master.content import lookups as lookups_module
+from kvstrata.master.content.lookups import NO_REASONS, LookedUp, left, reasons_of
+from kvstrata.master.content.misses import MissReason
 from kvstrata.master.directory import directory as directory_module
 from kvstrata.master.directory import table as table_module
 from kvstrata.master.directory.directory import Directory, Found, TableKey
@@ -62,11 +64,12 @@ def test_placement(calls: list[tuple[list[tuple[int, int]], int, set[int], float
         with as_many(placement_module, table_module):
             given_many = many.place(keys, SCOPE, present, candidates, "host1", now, writer)
             new = dict(given_many.new_blocks())
+            awaited = many.in_flight(keys, SCOPE, slot_mask(slots), now)
         assert given_few.codes.tolist() == given_many.codes.tolist()
         assert given_few.states.tolist() == given_many.states.tolist()
         assert dict(given_few.new_blocks()) == new
-        mask = slot_mask(slots)
-        assert few.in_flight(keys, SCOPE, mask, now).tolist() == many.in_flight(keys, SCOPE, mask, now).tolist()
+        in_flight = few.in_flight(keys, SCOPE, slot_mask(slots), now)
+        assert in_flight.tolist() == awaited.tolist() and in_flight.dtype == awaited.dtype
         if arrives:
             few.fulfilled(keys, SCOPE)
             many.fulfilled(keys, SCOPE)
@@ -109,8 +112,33 @@ def test_lookups(changes: list[tuple[str, int, int, set[int]]], asked: list[int]
     few = directory.lookup(0, 0, 1, "tenant", keys_of(asked), f"host{host}")
     with as_many(directory_module, table_module):
         many = directory.lookup(0, 0, 1, "tenant", keys_of(asked), f"host{host}")
-    for one, other in zip(astuple(few), astuple(many), strict=True):
-        assert np.array_equal(one, other) and np.asarray(one).dtype == np.asarray(other).dtype
+    assert_same(astuple(few), astuple(many))
+
+
+@given(changes=st.lists(CHANGES, max_size=15), asked=st.lists(st.integers(0, 9), max_size=FEW), buried=st.booleans())
+def test_reasons(changes: list[tuple[str, int, int, set[int]]], asked: list[int], buried: bool) -> None:
+    directory, table, keys = Directory(), TableKey(0, 0, "tenant"), keys_of(asked)
+    for _ in range(SLOTS):
+        directory.take_slot()
+    directory.route(dict.fromkeys(range(SLOTS - 1), ""))
+    directory.add(0, table, 0, keys_of([8, 9]))
+    if buried:
+        directory.drop_tables(lambda key: key == table, MissReason.DROPPED, 1.0)
+    for what, slot, tier, numbers in changes:
+        change = {"remove": directory.remove, "drop slot": directory.remove}.get(what, directory.add)
+        change(slot, table, tier, keys_of(sorted(numbers)))
+    found = directory.lookup(0, 0, 1, "tenant", keys)
+    found = replace(found, present=found.present & (np.arange(len(keys)) % 3 > 0))  # a sister shard is away
+    few = reasons_of(directory, table, keys, found)
+    gone = left(*few)
+    with as_many(directory_module, table_module, lookups_module):
+        many = reasons_of(directory, table, keys, found)
+        assert_same((*few, *gone), (*many, *left(*many)))
+
+
+def assert_same(few: Sequence[object], many: Sequence[object]) -> None:
+    for one, other in zip(few, many, strict=True):
+        assert np.array_equal(one, other) and np.asarray(one).dtype == np.asarray(other).dtype  # type: ignore[arg-type]
 
 
 def keys_of(numbers: list[int]) -> Keys:
@@ -131,7 +159,7 @@ def test_answers(codes: list[int], states: list[int]) -> None:
 @given(codes=st.lists(CODES, max_size=FEW))
 def test_counters(codes: list[int]) -> None:
     array = np.array(codes, dtype=np.uint16)
-    reasons = np.array([1] * codes.count(0), dtype=np.uint8)
+    reasons = np.arange(codes.count(0), dtype=np.uint8) % 3
     answer = LookedUp(Found(array, array != 0, 0, 0, np.zeros(len(codes), dtype=np.uint32)), False, reasons)
     few, many = Metrics(), Metrics()
     few.looked_up(answer, 0.001)

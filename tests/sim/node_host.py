@@ -437,6 +437,7 @@ class NodeHost:
                 block.bytes()[half:] = piece[half:]
             sums = self.world.checksums(pieces)
             done, _ = writes._received(reservation, sums, [])
+            self._moves_asked_for()
             for position, write, status in zip(granted, mine, done, strict=True):
                 got.status[position] = status
                 if status == _STORED:
