@@ -28,7 +28,7 @@ from kvstrata.engine_adapter.vllm.devices import check_devices, gpu_kind
 from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
-from kvstrata.engine_adapter.vllm.identity import Identity, model_identity
+from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity
 from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
@@ -260,7 +260,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         version = ".".join(vllm.__version__.split(".")[:2])
         seed = os.environ.get("PYTHONHASHSEED", "")
         return Identity(
-            model=model_identity(model, config.load_config.load_format, self.settings.namespace),
+            model=engine_identity(
+                model, config.speculative_config, config.load_config.load_format, self.settings.namespace
+            ),
             kv=f"{model.dtype}/{cache.cache_dtype}/{_device_kind(config)}",
             hashes=f"vllm {version}/{cache.prefix_caching_hash_algo}/{seed}",
         )

@@ -45,6 +45,24 @@ class ModelConfig(Protocol):
     hf_config: HfConfig
 
 
+class Drafts(Protocol):
+    """What is read of ``SpeculativeConfig``."""
+
+    draft_model_config: ModelConfig | None
+
+    def uses_draft_kv_cache(self) -> bool: ...
+
+
+def engine_identity(model: ModelConfig, drafts: Drafts | None, load_format: str, namespace: str = "") -> str:
+    """Of the model, and of the one that drafts for it where its KV is in the same blocks. Layers that draft from the
+    model's own files are in the list of layers, by their names."""
+    text = model_identity(model, load_format, namespace)
+    drafter = drafts.draft_model_config if drafts is not None and drafts.uses_draft_kv_cache() else None
+    if drafter is None or drafter.model == model.model:
+        return text
+    return f"{text} drafts {model_identity(drafter, load_format, namespace)}"
+
+
 def model_identity(model: ModelConfig, load_format: str, namespace: str = "") -> str:
     """``namespace``, where it is set, stands for name and weights."""
     settings = f"{model.quantization or 'none'}/{_digest(_config_text(model.hf_config))}"

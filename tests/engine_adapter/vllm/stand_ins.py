@@ -93,6 +93,17 @@ class ModelConfig:
 
 
 @dataclass
+class Drafts:
+    """``vllm.config.SpeculativeConfig``, as far as it is read."""
+
+    draft_model_config: ModelConfig | None
+    has_kv: bool = True
+
+    def uses_draft_kv_cache(self) -> bool:
+        return self.has_kv
+
+
+@dataclass
 class Lora:
     """``vllm.lora.request.LoRARequest``, as far as it is read."""
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine_adapter.connector.layout import PoolLayout
-from kvstrata.engine_adapter.vllm.identity import Identity, model_identity, weights_digest
+from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity, model_identity, weights_digest
 from kvstrata.engine_adapter.vllm.layout import make_layout
 from tests.engine_adapter.vllm.stand_ins import (
     CacheGroup,
+    Drafts,
     FullAttentionSpec,
     HfConfig,
     KVCacheConfig,
@@ -130,3 +131,13 @@ def test_a_namespace_replaces_name_and_weights_only() -> None:
 def test_random_weights_are_told_by_their_seed() -> None:
     one, two = ModelConfig("org/one"), ModelConfig("org/one", seed=1)
     assert model_identity(one, "dummy") != model_identity(two, "dummy")
+
+
+def test_a_model_that_drafts_counts_where_its_kv_is_in_the_blocks(tmp_path: Path) -> None:
+    model, one, other = (ModelConfig(make_folder(tmp_path / name, name.encode())) for name in ("model", "one", "other"))
+    alone = engine_identity(model, None, "auto")
+    assert alone == model_identity(model, "auto")
+    assert engine_identity(model, Drafts(one, has_kv=False), "auto") == alone, "it looks words up, say"
+    assert engine_identity(model, Drafts(model), "auto") == alone, "layers of the model's own files"
+    both = {engine_identity(model, Drafts(drafter), "auto") for drafter in (one, other)}
+    assert len(both | {alone}) == 3
