@@ -133,6 +133,13 @@ BUDGETS: Final = (
         "two processes that copy, as far as memory allows",
         clients("load", 2), "memcpy", against="memcpy", against_case=clients("load", 1),
     ),
+    *(
+        Budget(
+            f"{name} clients that load, same host, against as many processes that copy",
+            clients("load", count), SHM, against="memcpy", ratio_min=0.9,
+        )
+        for name, count in (("two", 2), ("eight", 8))
+    ),
     Budget("node CPU of 64 x 2 MiB loads, same host", moved("load", BATCH, BIG), SHM, figure="cpu of node", most=0.02),
     Budget(
         "64 KiB load beside a stream, same host, p99",
