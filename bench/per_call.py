@@ -1,9 +1,10 @@
 """What one call costs in CPU time, by blocks in it: ``python bench/per_call.py [--rounds N] [--json FILE]``.
 
 ``node`` runs the channel's handlers of a storage node in this process, from a frame's message to its answer's,
-without sockets. ``whole`` asks a pool of real processes through a client: CPU of the calling thread ("client"), and of
-all threads of the node ("node*"). Blocks are small, so that next to nothing is copied. Figures are the median of the
-rounds and the least of them; CPU time, since the machine may be doing other work.
+without sockets. ``whole`` asks a pool of real processes through a client: CPU of the calling thread ("client"), of all
+threads of the node ("node*") and of the master, and the median by the clock ("clock"). Blocks are small, so that next
+to nothing is copied. Figures are the median of the rounds and the least of them; CPU time, since the machine may be
+doing other work.
 """
 
 from __future__ import annotations

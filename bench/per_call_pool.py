@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,27 +26,26 @@ Rounds = list[tuple[int, dict[str, float]]]
 
 
 def whole(rounds: int, counts: Sequence[int], transport: str) -> dict[str, Rounds]:
-    """By whose CPU it is ("client", "node"): (blocks, operation -> microseconds a call)."""
-    found: dict[str, Rounds] = {"client": [], "node": []}
+    """By whose CPU it is ("client", "node", "master"), or "clock", p50: (blocks, operation -> microseconds a call)."""
+    found: dict[str, Rounds] = {"client": [], "node": [], "master": [], "clock": []}
     with pool("256MiB", "off") as running:
         client = Client(running.master, transport=transport, transfer_deadline_ms=20_000)
         try:
-            asker = _Asker(client, running.node_pid, max(counts))
+            asker = _Asker(client, running.pids, max(counts))
             for turn in range(rounds + 1):
                 for count in counts:
-                    ours, theirs = asker.one_round(count)
-                    if turn:  # the first warms up
-                        found["client"].append((count, ours))
-                        found["node"].append((count, theirs))
+                    took = asker.one_round(count)
+                    for where in found if turn else ():  # the first warms up
+                        found[where].append((count, took[where]))
         finally:
             client.close()
     return found
 
 
 class _Asker:
-    def __init__(self, client: Client, node_pid: int, blocks_max: int) -> None:
+    def __init__(self, client: Client, pids: Mapping[str, int], blocks_max: int) -> None:
         self._client = client
-        self._node_pid = node_pid
+        self._pids = pids
         self._number = 0
         self._space = client.namespace("per-call", block_bytes=BLOCK_BYTES, block_tokens=16, hash_bytes=HASH_BYTES)
         self._region = client.register(np.ones(BLOCK_BYTES * blocks_max, np.uint8))
@@ -63,22 +63,25 @@ class _Asker:
         table = np.stack([starts, np.full(count, BLOCK_BYTES)], axis=1)[:, None, :]
         return self._region.view(self._space, table)
 
-    def one_round(self, count: int) -> tuple[dict[str, float], dict[str, float]]:
+    def one_round(self, count: int) -> dict[str, dict[str, float]]:
         client, space, view = self._client, self._space, self._view(count)
         chains = [self._chain(count) for _ in range(CALLS[count])]
-        ours: dict[str, float] = {}
-        theirs: dict[str, float] = {}
+        took: dict[str, dict[str, float]] = {where: {} for where in ("client", "clock", *self._pids)}
 
         def run(op: str, call: Callable[[bytes], object]) -> None:
-            node, began = cpu_ns(self._node_pid), time.thread_time_ns()
+            before = {role: cpu_ns(pid) for role, pid in self._pids.items()}
+            began, clock = time.thread_time_ns(), [time.perf_counter_ns()]
             for hashes in chains:
                 call(hashes)
-            ours[op] = (time.thread_time_ns() - began) / 1e3 / len(chains)
-            theirs[op] = (cpu_ns(self._node_pid) - node) / 1e3 / len(chains)
+                clock.append(time.perf_counter_ns())
+            took["client"][op] = (time.thread_time_ns() - began) / 1e3 / len(chains)
+            took["clock"][op] = statistics.median(np.diff(clock).tolist()) / 1e3
+            for role, pid in self._pids.items():
+                took[role][op] = (cpu_ns(pid) - before[role]) / 1e3 / len(chains)
 
         run("store", lambda hashes: client.store(space, "", hashes, view))
         run("lookup", lambda hashes: client.lookup(space, "", hashes))
         run("load", lambda hashes: client.load(space, "", hashes, view))
         for hashes in chains:
             client.remove(space, "", hashes)
-        return ours, theirs
+        return took
