@@ -123,9 +123,10 @@ class Membership:
         """The directory slot of the node that takes new blocks, where the pool has no other, not even one that is away;
         else None."""
         slots = self.takers.lineup.slots
-        if len(slots) != 1 or (len(self.nodes) > 1 and sum(node.may_hold_blocks for node in self.nodes) > 1):
+        if slots.size != 1 or (len(self.nodes) > 1 and sum(node.may_hold_blocks for node in self.nodes) > 1):
             return None
-        return int(slots[0])
+        only: int = slots.item(0)
+        return only
 
     def active(self) -> dict[int, Node]:
         """Nodes that may be read from and written to, by directory slot."""

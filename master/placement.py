@@ -60,7 +60,7 @@ class Placed:
             counts: dict[int, int] = {}  # a Counter takes longer to make than to fill
             for code, state in zip(self.codes.tolist(), self.states.tolist(), strict=True):
                 if state == _NEW:
-                    counts[code] = counts.get(code, 0) + 1
+                    counts[code] = counts[code] + 1 if code in counts else 1
             return counts
         return Counter(self.codes[self.states == _NEW].tolist())
 
