@@ -307,7 +307,7 @@ MUTANTS = {
     "early-commit": Mutant(_BYTES, 20, _early_commit),
     "early-promotion": Mutant(_BYTES, 20, _early_promotion),
     "unleased": Mutant(_BYTES, 20, _unleased),
-    "slot-reused": Mutant(_BYTES, 20, _slot_reused),
+    "slot-reused": Mutant(_BYTES, 100, _slot_reused),
     "forgotten-hold": Mutant(("INV-5",), 10, _forgotten_hold),
     "no-victim": Mutant(("INV-10",), 10, _no_victim),
     "unrecorded": Mutant(_BACK, 30, _unrecorded, _sole("kill node")),
