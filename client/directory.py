@@ -135,7 +135,7 @@ class Directory:
                     epoch=namespace.epoch,
                     avoid=ids,
                     avoid_incarnation=incarnations,
-                    trace=TRACING.here(),
+                    trace=TRACING.here() if packed else "",
                     unasked=unasked if piece is pieces[0] else b"",
                 )
 
@@ -145,6 +145,8 @@ class Directory:
 
             return self.masters.leading(placed)
 
+        if not packed:  # nothing is asked: it is nobody's store
+            return ask(b"")
         with TRACING.span("kvstrata.directory.place", kind=SpanKind.CLIENT):
             return join_placed([ask(piece) for piece in pieces])
 

@@ -30,7 +30,12 @@ class Metrics:
         misses = Counter(
             "kvstrata_master_block_misses", "Blocks not found, by reason", ["reason"], registry=self.registry
         )
-        places = Counter("kvstrata_master_blocks_placed", "Blocks placed, by answer", ["state"], registry=self.registry)
+        places = Counter(
+            "kvstrata_master_blocks_placed",
+            "Blocks placed, by answer; unasked: to a sole node",
+            ["state"],
+            registry=self.registry,
+        )
         self._seconds = Histogram(
             "kvstrata_master_lookup_seconds",
             "Time in a lookup, its wait for the lock included",
@@ -40,6 +45,7 @@ class Metrics:
         self._hits = [hits.labels(tier.name.lower()) for tier in Tier]
         self._misses: dict[int, Counter] = {reason: misses.labels(reason.label) for reason in COUNTED}
         self._places = [places.labels(state.name.lower()) for state in PlaceState]
+        self._unasked = places.labels("unasked")
 
     def looked_up(self, answer: LookedUp, seconds: float, request: str = "") -> None:
         """Count one lookup; by its trace, or else by ``request``, a person finds one that took so long."""
@@ -70,7 +76,7 @@ class Metrics:
 
     def went(self, blocks: int) -> None:
         """Count blocks that went to a pool's one node without a question."""
-        self._places[PlaceState.NEW].inc(blocks)
+        self._unasked.inc(blocks)
 
 
 def _tiers(found: Found, size: int) -> list[int]:

@@ -33,6 +33,8 @@ def _placed(span: Span, request: pb.Place, answer: bytes) -> None:
     lengths = np.frombuffer(reply.run_length, np.uint32).astype(np.int64)
     span.set("salt", salt_tag(request.salt))
     span.set("blocks", int(lengths.sum()))
+    if request.unasked:
+        span.set("unasked_bytes", len(request.unasked))
     set_counts(span, "place", {s.name.lower(): int(lengths[states == s].sum()) for s in PlaceState})
 
 

@@ -50,9 +50,11 @@ CLIENT_CALLS: Final = {
     ("shm", "lookup"): (128, 0.02),
     ("shm", "load"): (144, 0.2),
     ("shm", "store"): (248, 1.1),
+    ("shm", "first store"): (332, 1.1),
     ("tcp", "lookup"): (128, 0.02),
     ("tcp", "load"): (223, 1.1),
     ("tcp", "store"): (352, 1.05),
+    ("tcp", "first store"): (440, 1.05),
 }
 #: Frames that the calling thread sends: each is a system call, and a wait for its answer.
 CLIENT_FRAMES: Final = {
@@ -60,9 +62,11 @@ CLIENT_FRAMES: Final = {
     ("shm", "lookup"): {"LOOKUP": 1},
     ("shm", "load"): {"ACQUIRE": 1},
     ("shm", "store"): {"PULL": 1},
+    ("shm", "first store"): {"PLACE": 1, "PULL": 1},
     ("tcp", "lookup"): {"LOOKUP": 1},
     ("tcp", "load"): {"ACQUIRE": 1},
     ("tcp", "store"): {"RESERVE": 1, "WRITE": 1},
+    ("tcp", "first store"): {"PLACE": 1, "RESERVE": 1, "WRITE": 1},
 }
 #: Function calls of a node's handler: of a call of 64 blocks, and of each block more.
 NODE_CALLS: Final = {"reserve": (190, 1.0), "commit": (143, 1.8), "acquire": (282, 3.85), "release": (23, 0.01)}
@@ -92,6 +96,7 @@ class Caller:
         self.client = Client(pool.address, transport=transport, transfer_deadline_ms=20_000)
         self._space = self.client.namespace("gate", block_bytes=BLOCK_BYTES, block_tokens=16, hash_bytes=HASH_BYTES)
         self._region = self.client.register(np.ones(MANY * BLOCK_BYTES, np.uint8))
+        self._tenants = itertools.count()
         self._names = (hashlib.shake_128(f"{way}/{number}".encode()) for number in itertools.count())
 
     def chain(self, count: int) -> bytes:
@@ -101,8 +106,11 @@ class Caller:
         return bool(self.client.store(self._space, "", hashes, self._view(count)).stored.all())
 
     def calls(self, op: str, count: int) -> Callable[[], Any]:
-        """What does ``op`` with so many blocks; stores are of blocks that are new each time."""
+        """What does ``op`` with so many blocks; stores are of blocks that are new each time, the first ones of tenants
+        that are: as every store of a pool of several nodes, they ask a master."""
         view = self._view(count)
+        if op == "first store":
+            return lambda: self.client.store(self._space, f"{next(self._tenants)}", self.chain(count), view)
         if op == "store":
             return lambda: self.client.store(self._space, "", self.chain(count), view)
         hashes = self.chain(count)

@@ -100,7 +100,7 @@ def test_what_went_to_the_one_node_unasked_is_counted_and_nobody_waits_for_it(
     told = pb.Place(ns=client.open(), hashes=b"", unasked=went)
     client.ask(Kind.PLACE, told, pb.PlaceOk, Kind.PLACE_OK)
     value = master.hub.metrics.registry.get_sample_value
-    assert value("kvstrata_master_blocks_placed_total", {"state": "new"}) == 3
+    assert value("kvstrata_master_blocks_placed_total", {"state": "unasked"}) == 3
     other = closing(wires.client(master.endpoints.channel))
     assert other.place(went).run_state == bytes([PlaceState.NEW]), "it was told of, and not asked for"
     with pytest.raises(InvalidArgument, match="not a multiple"):
