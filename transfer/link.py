@@ -59,8 +59,11 @@ class NodeLink:
         return handle
 
     def reserve(self, request: Push) -> pb.Reserve:
-        """The first half of a write, as a message. What this client has read by the index is told before it: the room
-        is not made of what was read just now."""
+        """The first half of a write, as a message.
+
+        What this client has read by the index is told before it, so that the room is not made of what was read just
+        now: as a rule, for another thread may be telling it at this moment.
+        """
         self.tell_touched(SOON_S)
         return pb.Reserve(
             ns=self.handle(request.namespace, request.deadline),

@@ -52,13 +52,13 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from kvstrata.client import Client
 from tests.e2e.real_pool import keys
-with Client(sys.argv[1], transport=sys.argv[3]) as client:
+with Client(sys.argv[1], transport=sys.argv[3], transfer_deadline_ms=20_000) as client:
     ns = client.namespace("model/first", block_bytes=4096, block_tokens=16)
     blocks = client.allocate(64 * 4096).rows(ns)
     here, some, absent = keys(64, sys.argv[3]), keys(8, sys.argv[3]) + keys(1, "absent"), keys(2, "absent")
     before = set(sys.modules)
     client.lookup(ns, "", absent)
-    client.store(ns, "", here, blocks)
+    assert client.store(ns, "", here, blocks).stored.all()
     for _ in range(2):
         client.lookup(ns, "", some)
         assert client.load(ns, "", here, blocks).loaded.all()
