@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
+from tests.vllm.ending import end_all
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 32  #: tokens; vLLM on a CPU wants multiples of it
@@ -199,15 +199,7 @@ class VllmEngine:
 
     def end(self) -> None:
         """At once, with the processes that it started."""
-        own = [self.process.pid] if self.process.poll() is None else []
-        for child in psutil.Process(self.process.pid).children(recursive=True) if own else []:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        if own:
-            self.process.kill()
-        self.process.wait(10)
+        end_all(self.process)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 stream.close()

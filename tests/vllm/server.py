@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
+from tests.vllm.ending import end_all
 from tests.vllm.engine import ENVIRONMENT, ROOT, free_address
 
 START_S = 240.0
@@ -75,12 +75,4 @@ class ApiServer:
 
     def end(self) -> None:
         """At once, with the processes that it started."""
-        if self.process.poll() is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.kill()
-            for child in children:
-                try:
-                    child.kill()
-                except psutil.NoSuchProcess:
-                    continue
-        self.process.wait(10)
+        end_all(self.process)

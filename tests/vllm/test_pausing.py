@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.e2e.real_pool import RealPool, until
 from tests.vllm.conftest import OpenEngine, Plain, draw
 from tests.vllm.engine import BLOCK, Prompt, VllmEngine
+from tests.vllm.tiny_llama import make_model
 
 BLOCKS = 4
 
@@ -43,3 +45,16 @@ def test_a_pause_for_new_weights_ends_what_is_in_the_pool_and_goes_on_with_it(
     assert again.tokens == plain(prompts) and again.cached == [0]
     engine.settle()
     until(lambda: cached_from_pool(engine, prompts) == BLOCKS * BLOCK, 60)
+
+
+def test_a_pause_ends_what_was_stored_before_the_model_s_files_were_replaced(
+    open_engine: OpenEngine, pool: RealPool, plain: Plain, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "model")
+    prompts = draw(1, seed=43, length=BLOCKS * BLOCK + 1)
+    engine = open_engine(pool.address, changed={"model": str(folder)}, reset_external=True)
+    until(lambda: cached_from_pool(engine, prompts) == BLOCKS * BLOCK, 60)
+    make_model(folder, seed=1)
+    assert engine.pause() == ""
+    again = engine.generate(prompts)  # the engine itself has not loaded them
+    assert again.tokens == plain(prompts) and again.cached == [0]
