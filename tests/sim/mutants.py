@@ -106,8 +106,14 @@ def _early_commit() -> None:
 
     def commit(self: ReservationBook, reservation: Any, checksums: Sequence[int], mask: Any) -> bytearray:
         self._forget(reservation)
+        index = self._inventory.published
         for block, checksum in zip(reservation.blocks, checksums, strict=True):
+            shown = index is not None and block.place >= 0
+            if shown:
+                index.withdraw(block)
             block.checksum = checksum
+            if shown:
+                index.publish(block.shelf, [block])
         return bytearray(int(BlockStatus.STORED) for _ in reservation.blocks)
 
     ReservationBook.start_moving = published  # type: ignore[method-assign]
@@ -159,9 +165,9 @@ def _lost_deltas() -> None:
     """A node does not send one of two deltas that are due together."""
     due = Outbox._due
 
-    def lossy(self: Outbox) -> Any:
+    def lossy(self: Outbox, now: float) -> Any:
         before = None
-        for message in due(self):
+        for message in due(self, now):
             both = {each.WhichOneof("body") for each in (before, message) if each is not None} == {"delta"}
             if before is not None and not (both and before.delta.seq % 2):
                 yield before

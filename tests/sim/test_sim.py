@@ -77,6 +77,18 @@ def test_a_broken_build_is_noticed(name: str) -> None:
     noticed(name, 50)
 
 
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
+def test_every_broken_build_still_fits_what_it_breaks(name: str) -> None:
+    """Whether it is noticed is for the long tier; one that is broken itself would be noticed by that."""
+    mutant = MUTANTS[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sim", "--mutant", name, "--seed", "2", "--steps", "40", *mutant.options],
+        cwd=ROOT, capture_output=True, text=True, timeout=OVERTIME_S, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    assert not any(error in done.stdout for error in ("TypeError", "AttributeError", "NameError")), done.stdout[-4000:]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(name for name in set(MUTANTS) - set(QUICK) if not MUTANTS[name].covered))
