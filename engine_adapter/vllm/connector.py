@@ -85,6 +85,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._check(warn=role == KVConnectorRole.SCHEDULER)
         self._planner: StepPlanner | None = None
         self._runner: StepRunner | None = None
+        self._bound: PoolLayout | None = None
         self._figures = ChangedFigures()
         if role == KVConnectorRole.WORKER:
             _allow_amx()
@@ -120,7 +121,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """The scheduler's half begins here: it needs references on vLLM's blocks."""
-        layout = self._layout()
+        layout = self._bound = self._layout()
         remove_stale(self._endpoint())
         side = make_scheduler_side(layout, self._pool_config, self._endpoint(), PoolBlockHolder(gpu_block_pool))
         self._planner = StepPlanner(side, aligned_tokens=layout.aligned_tokens, ranks=layout.ranks)
@@ -177,7 +178,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def reset_cache(self) -> bool:
         """Whether nothing of older weights is found in the pool from here on: see :func:`reset_cache`."""
-        return reset_cache(self.settings, self._layout, self._scheduler)
+        assert self._bound is not None, "vLLM has not bound its block pool"
+        return reset_cache(self.settings, self._bound, self._scheduler)
 
     @property
     def _scheduler(self) -> StepPlanner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
@@ -21,11 +20,14 @@ class Resettable(Protocol):
     def reset(self) -> None: ...
 
 
-def reset_cache(settings: Settings, layout: Callable[[], PoolLayout], planner: Resettable) -> bool:
+def reset_cache(settings: Settings, layout: PoolLayout, planner: Resettable) -> bool:
     """False makes the call of vLLM fail that it is a part of: a reset, a sleep, or a pause that clears caches. vLLM
-    does not say whether new weights follow; only who runs it knows."""
+    does not say whether new weights follow; only who runs it knows.
+
+    ``layout``: what this engine has stored under since its start. One that is made now may be of other weights, as the
+    model's files may have been replaced, and the pool would go on with the older ones."""
     if settings.reset_external:
-        return reset_pool(settings.masters, layout(), planner, settings)
+        return reset_pool(settings.masters, layout, planner, settings)
     if settings.fixed_weights:
         log.info("the pool stays as it is: this engine's weights are fixed")
         return True

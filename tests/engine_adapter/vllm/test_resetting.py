@@ -42,7 +42,7 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> Masters:
 
 
 def reset(planner: Planner, **extra: object) -> bool:
-    return reset_cache(read_settings({"masters": "pool:1", **extra}), lambda: layout(FULL, STATE), planner)
+    return reset_cache(read_settings({"masters": "pool:1", **extra}), layout(FULL, STATE), planner)
 
 
 def test_without_a_word_of_weights_it_is_refused_and_the_log_says_both_remedies(
