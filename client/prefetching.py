@@ -17,11 +17,13 @@ from kvstrata.client.looking import Looker, nothing_asked
 from kvstrata.client.peers import Peers
 from kvstrata.client.plan import Part, by_node, positions_of
 from kvstrata.client.results import Lookup
+from kvstrata.client.traced import told_lookup
 from kvstrata.client.transfers import Transfer
 from kvstrata.proto.errors import Closed, Forbidden, KVError, Unauthenticated, VersionMismatch
 from kvstrata.proto.logs import get_logger
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Endpoint
+from kvstrata.transfer.tracing import TRACING
 
 log = get_logger(__name__)
 
@@ -36,11 +38,13 @@ PAUSE_MAX_S: Final = 0.05
 
 @dataclass(slots=True)
 class Begun:
-    """A prefetch that nodes have been told of. ``reading``: by node, parts whose blocks are not all in memory."""
+    """A prefetch that nodes have been told of. ``reading``: by node, parts whose blocks are not all in memory.
+    ``trace``: its span, for what nodes are asked later."""
 
     asked: Asked
     found: Lookup
     reading: list[tuple[Endpoint, list[Part]]] = field(default_factory=list)
+    trace: str = ""
 
     @classmethod
     def shed(cls, asked: Asked) -> Begun:
@@ -65,8 +69,15 @@ class Prefetcher:
 
         Raises only refusals of the whole call.
         """
+        with TRACING.span("kvstrata.prefetch") as span:
+            begun = self._begin(asked, started)
+            if span.recording:
+                told_lookup(span, asked.namespace, asked.salt, begun.found, "")
+            return begun
+
+    def _begin(self, asked: Asked, started: float) -> Begun:
         found, located = self._looker.locate(asked.namespace, asked.salt, asked.hashes, started, asked.deadline)
-        begun = Begun(asked, found)
+        begun = Begun(asked, found, trace=TRACING.here())
         hit = found.hit_blocks or 0
         if located is not None and hit:
             prefix = replace(asked, hashes=asked.hashes[: hit * asked.namespace.hash_bytes], count=hit)
@@ -79,7 +90,8 @@ class Prefetcher:
     def ask(self, begun: Begun) -> None:
         """Ask every node once for what is not in memory yet; ``begun.reading`` is what remains."""
         calls = [partial(self._ask_node, begun.asked, node, parts) for node, parts in begun.reading]
-        left = self._fanout.run(calls)
+        with TRACING.under(begun.trace):
+            left = self._fanout.run(calls)
         begun.reading = [(node, parts) for (node, _), parts in zip(begun.reading, left, strict=True) if parts]
 
     def _ask_node(self, asked: Asked, node: Endpoint, parts: list[Part]) -> list[Part]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from kvstrata.client.namespace import PoolNamespace
+from kvstrata.client.prefetching import Prefetch
 from kvstrata.client.results import LoadResult, Lookup, StoreResult
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
@@ -33,7 +34,7 @@ from kvstrata.transfer.otel import OtelTracer
 
 T = TypeVar("T")
 TRACE, CALLER = "1" * 32, "2" * 16
-CALLS = {"kvstrata.lookup", "kvstrata.load", "kvstrata.store"}
+CALLS = {"kvstrata.lookup", "kvstrata.prefetch", "kvstrata.load", "kvstrata.store"}
 
 
 class TracedClient(ScriptedClient):
@@ -47,6 +48,11 @@ class TracedClient(ScriptedClient):
         with TRACING.span("kvstrata.lookup"):
             self.told.append(TRACING.here())
             return super().lookup(namespace, cache_salt, hashes, request=request)
+
+    def prefetch(self, namespace: PoolNamespace, cache_salt: str, hashes: bytes) -> Prefetch:
+        with TRACING.span("kvstrata.prefetch"):
+            self.told.append(TRACING.here())
+            return super().prefetch(namespace, cache_salt, hashes)
 
     def load(
         self, namespace: PoolNamespace, cache_salt: str, hashes: bytes, blocks: BlockView, **layered: object
@@ -155,7 +161,7 @@ def _callers(spans: Sequence[ReadableSpan]) -> set[tuple[str, str, str]]:
     }
 
 
-def test_lookup_load_and_store_of_a_request_are_children_of_its_caller_s_span(
+def test_lookup_prefetch_load_and_store_of_a_request_are_children_of_its_caller_s_span(
     serving: Serving, finished: InMemorySpanExporter
 ) -> None:
     finished.clear()  # the probe's
