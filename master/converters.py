@@ -90,7 +90,6 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
                 epoch=command.leader_epoch,
                 leading=command.leading,
                 resume_seq=command.resume_seq,
-                policy=None if command.policy is None else _policy(command.policy, cluster_id),
             )
             return control.MasterMessage(attached=attached)
         case m.SendShares():
@@ -132,8 +131,6 @@ def message_of(command: m.Send, cluster_id: str) -> control.MasterMessage:
                     spec=command.namespace.to_spec(), salt=command.salt, hashes=command.hashes, epoch=command.epoch
                 )
             )
-        case m.SendPolicy():
-            return control.MasterMessage(policy=_policy(command.copy, cluster_id))
         case m.SendRemove():
             return control.MasterMessage(
                 remove=control.RemoveCommand(
@@ -169,17 +166,7 @@ def attach_of(attach: control.Attach) -> m.Attach:
     """Raises as :func:`facts_of`."""
     shares = tuple(m.Share(**limits_of(share)) for share in attach.shares)
     epochs = tuple((epoch.group, epoch.epoch) for epoch in attach.epochs)
-    policy = None
-    if attach.HasField("policy"):
-        rows = tuple((row.kind, row.name, row.value) for row in attach.policy.rows)
-        policy = m.PolicyCopy(attach.policy.as_of, rows, cluster_id=attach.policy.cluster_id)
-    leader_id = attach.leader_id[:NODE_ID_CHARACTERS_MAX]
-    return m.Attach(facts_of(attach), shares, epochs, attach.leader_epoch, leader_id, policy)
-
-
-def _policy(copy: m.PolicyCopy, cluster_id: str) -> control.PolicyCopy:
-    rows = [control.PolicyRow(kind=kind, name=name, value=value) for kind, name, value in copy.rows]
-    return control.PolicyCopy(cluster_id=cluster_id, as_of=copy.as_of, whole=copy.whole, rows=rows)
+    return m.Attach(facts_of(attach), shares, epochs, attach.leader_epoch, attach.leader_id[:NODE_ID_CHARACTERS_MAX])
 
 
 def share_message(share: m.Share) -> control.Share:

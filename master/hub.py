@@ -142,8 +142,6 @@ class Hub:
         Raises :class:`Unavailable` when the state will not have it.
         """
         outbox = Outbox()
-        if event.policy is not None and event.policy.cluster_id != self.cluster_id:
-            event = replace(event, policy=None)  # the node was another pool's
         if not self._store.shared:
             self._outdo(event)
         with self._lock:

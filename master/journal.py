@@ -12,7 +12,6 @@ from kvstrata.master.messages import (
     SaveGrants,
     SaveGroup,
     SaveNode,
-    SaveOrdered,
     SavePolicy,
     SaveReplicas,
     SaveScope,
@@ -126,5 +125,3 @@ def row_key(write: Save) -> tuple[str, str]:
             return "scope", str(write.command)
         case SaveReplicas():
             return "replicas", f"{write.group}/{write.salt}"
-        case SaveOrdered():
-            return "ordered", ""

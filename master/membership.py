@@ -59,8 +59,6 @@ class Membership:
         self.rerouted: Callable[[], None] = lambda: None
         #: Called when what a node was known to have is forgotten.
         self.lost: Callable[[str], None] = lambda node_id: None
-        #: The copy of policies that a node is given with the first answer.
-        self.policy: Callable[[], m.PolicyCopy | None] = lambda: None
         #: Whether what a node said before is all there is to know, so that it may go on from there.
         self.resumable: Callable[[str], bool] = lambda node_id: True
         self._directory = directory
@@ -166,10 +164,7 @@ class Membership:
         leading = self._standing.leading
         shares = self.quotas.attached(node.node_id, session, capacity, event.shares, now) if leading else None
         epoch = self._standing.epoch if leading else self._standing.heard
-        policy = self.policy() if leading else None
-        self._emit(
-            m.SendAttached(session, self._namespaces.epochs, shares, leading, epoch, attachment.resume_seq, policy)
-        )
+        self._emit(m.SendAttached(session, self._namespaces.epochs, shares, leading, epoch, attachment.resume_seq))
         for stone in self._tombstones.waiting_for(node.node_id):
             self._emit(m.SendRemove(session, stone.command, stone.namespace, stone.salt, stone.hashes))
         self.attached(node)

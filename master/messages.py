@@ -72,19 +72,6 @@ class Device:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyCopy:
-    """What is durable of policies, as nodes keep it: (kind, name, value) rows, in which a value of "" is no row.
-
-    ``as_of`` is the number of the last order that is in it. ``whole``: there is nothing else, else these rows changed.
-    """
-
-    as_of: int
-    rows: tuple[tuple[str, str, str], ...]
-    whole: bool = True
-    cluster_id: str = ""
-
-
 #: One life of a node: its id and incarnation.
 Process = tuple[str, int]
 
@@ -149,7 +136,6 @@ class Attach:
     epochs: tuple[tuple[str, int], ...] = ()
     leader_epoch: int = 0  #: the greatest that the node has obeyed, and whose
     leader_id: str = ""
-    policy: PolicyCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,15 +315,6 @@ class SendAttached:
     leading: bool = True
     leader_epoch: int = 0
     resume_seq: int = 0
-    policy: PolicyCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendPolicy:
-    """Rows of policies that changed: the node keeps them, in case that the state store is lost with its leader."""
-
-    session: int
-    copy: PolicyCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,13 +490,6 @@ class SaveReplicas:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOrdered:
-    """Changes of policies up to this number are in the store, with those that were saved before."""
-
-    command: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cleared:
     """The blocks of a tenant (None: of all) under a group's number (None: under all) are no more, by an order."""
 
@@ -548,17 +518,6 @@ Send = (
     | SendDrain
     | SendDrained
     | SendSurplus
-    | SendPolicy
 )
-Save = (
-    SaveNode
-    | SaveGroup
-    | SaveTombstone
-    | SavePolicy
-    | SaveFallback
-    | SaveGrants
-    | SaveScope
-    | SaveReplicas
-    | SaveOrdered
-)
+Save = SaveNode | SaveGroup | SaveTombstone | SavePolicy | SaveFallback | SaveGrants | SaveScope | SaveReplicas
 Command = Send | Save | CloseSession | Cleared | Report

@@ -21,7 +21,6 @@ from kvstrata.master.directory.directory import Directory, TableKey
 from kvstrata.master.index.log import IndexLog
 from kvstrata.master.index.pool_log import NodeCleared, PoolLog, ScopeCleared
 from kvstrata.master.intake import Intake
-from kvstrata.master.leadership.policy_copies import PolicyCopies, policy_writes
 from kvstrata.master.leadership.standing import Standing
 from kvstrata.master.membership import Membership
 from kvstrata.master.namespaces import Namespaces, Opened
@@ -32,7 +31,6 @@ from kvstrata.master.questions import Questions
 from kvstrata.master.replication.replication import Replication
 from kvstrata.master.saved import Saved
 from kvstrata.master.tenants.quotas import Quotas
-from kvstrata.proto.errors import KVError
 from kvstrata.proto.folding import fold
 from kvstrata.proto.keys import Namespace
 
@@ -41,8 +39,6 @@ COMMAND_BITS: Final = 32
 #: What any master says to a node; the rest of what is sent, and all that is saved, is the leader's.
 _ANYBODYS: Final = (m.SendAttached, m.SendResync, m.SendAck)
 _LEADERS: Final = (*(set(get_args(m.Send)) - set(_ANYBODYS)), *get_args(m.Save))
-#: Of what is saved, that of which nodes keep a copy.
-_COPIED: Final = (m.SavePolicy, m.SaveFallback, m.SaveReplicas, m.SaveNode)
 
 
 _NOTHING: Final = Saved()
@@ -74,7 +70,6 @@ class MasterState:
         self._out: list[m.Command] = []
         self._rng = rng
         self._first_command = 0
-        self.copies = PolicyCopies()
         self.quotas = self.new_quotas()
         self.membership = Membership(
             self.directory,
@@ -147,8 +142,6 @@ class MasterState:
             self.namespaces.restore(group.namespace, group.epoch)
         if self.leading:
             self.restore_orders(saved, now)
-            self.begin_copies(saved.last_command, doubtful=False)
-        self.membership.policy = self.copies.whole
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Attach: self._attach,
             m.SnapshotPart: self._intake.snapshot_part,
@@ -192,10 +185,6 @@ class MasterState:
         self.tombstones.start_after(max(last, self.standing.epoch << COMMAND_BITS))
         self._first_command = self.tombstones.next_number
 
-    def begin_copies(self, as_of: int, *, doubtful: bool) -> None:
-        """What a leader works by is all that was ordered up to this number; see :meth:`PolicyCopies.begin`."""
-        self.copies.begin(policy_writes(self.quotas, self.replication, self.membership), as_of, doubtful=doubtful)
-
     def forget_orders(self) -> None:
         """Another master leads: what was ordered here is its business now."""
         self.quotas = self.membership.quotas = self.new_quotas()
@@ -209,8 +198,6 @@ class MasterState:
     def _emit(self, command: m.Command) -> None:
         if self.leading or not isinstance(command, _LEADERS):
             self._out.append(command)
-            if isinstance(command, _COPIED):
-                self.copies.saved(command)
 
     def handle(self, event: m.Event, now: float) -> list[m.Command]:
         """Take an event in; returns what to do, in order."""
@@ -222,44 +209,13 @@ class MasterState:
         return self._take_out()
 
     def _take_out(self) -> list[m.Command]:
-        if self.copies.changed:
-            self._pass_on_copies()
         out, self._out = self._out, []
         return out
-
-    def _pass_on_copies(self) -> None:
-        """Policies have changed: nodes keep that too, and the store how far it goes."""
-        news = self.copies.news(self.tombstones.take_number())
-        self._emit(m.SaveOrdered(news.as_of))
-        for node in self.nodes:
-            if node.linked and node.attachment is not None:
-                self._emit(m.SendPolicy(node.attachment.session, news))
 
     def _attach(self, event: m.Attach, now: float) -> None:
         self.standing.told(event.leader_epoch, event.leader_id)
         self.clearing.told(event.facts.node_id, event.epochs, now)
-        if self.leading and event.policy is not None:
-            self._policy_told(event, event.policy, now)
         self.membership.attach(event, now)
-
-    def _policy_told(self, event: m.Attach, copy: m.PolicyCopy, now: float) -> None:
-        """A node shows what it keeps of policies. It may be newer than what this leader had from the store, or from its
-        memory of it: then it holds, for all nodes."""
-        if event.leader_id and event.leader_id == self.standing.master_id and copy.as_of >= self._first_command:
-            return  # what this very leader said
-        if copy.as_of >> COMMAND_BITS > event.leader_epoch:
-            return  # no leader that the node obeyed has given that number
-        fields: dict[str, object] = {"node_id": event.facts.node_id, "as_of": copy.as_of}
-        before = self.copies.as_of
-        try:
-            rows = self.copies.adopt(copy, self.quotas, self.replication, self.membership, now)
-        except (KVError, ValueError) as error:
-            self._emit(m.Report("a node's copy of policies is refused", {**fields, "reason": str(error)}))
-            return
-        if self.copies.as_of != before:
-            self._emit(m.SaveOrdered(self.copies.as_of))
-        if rows:
-            self._emit(m.Report("node knows newer policies", {**fields, "rows": rows}))
 
     def _tick(self, event: m.Tick, now: float) -> None:
         self.membership.tick(event, now)
@@ -394,5 +350,4 @@ class MasterState:
         self.quotas.check()
         self.replication.check()
         self.standing.check()
-        self.copies.check()
         assert not self._out

@@ -66,7 +66,7 @@ class NodeMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., copied: _Optional[_Union[CopyDone, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned", "copy", "drain", "surplus", "drained", "policy", "leader_epoch", "leader_id")
+    __slots__ = ("attached", "resync", "ack", "remove", "epoch", "shares", "drop", "orphaned", "copy", "drain", "surplus", "drained", "leader_epoch", "leader_id")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
@@ -79,7 +79,6 @@ class MasterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SURPLUS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEADER_ID_FIELD_NUMBER: _ClassVar[int]
     attached: AttachOk
@@ -94,13 +93,12 @@ class MasterMessage(_message.Message):
     drain: DrainCommand
     surplus: Surplus
     drained: Drained
-    policy: PolicyCopy
     leader_epoch: int
     leader_id: str
-    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ..., copy: _Optional[_Union[CopyCommand, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., surplus: _Optional[_Union[Surplus, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., policy: _Optional[_Union[PolicyCopy, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, attached: _Optional[_Union[AttachOk, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., remove: _Optional[_Union[RemoveCommand, _Mapping]] = ..., epoch: _Optional[_Union[NamespaceEpoch, _Mapping]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., drop: _Optional[_Union[DropCommand, _Mapping]] = ..., orphaned: _Optional[_Union[Orphaned, _Mapping]] = ..., copy: _Optional[_Union[CopyCommand, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., surplus: _Optional[_Union[Surplus, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs", "leader_epoch", "leader_id", "policy")
+    __slots__ = ("node_id", "incarnation", "channel", "unix_path", "http", "host", "boot_id", "dram_bytes", "ssd_bytes", "software", "protocol", "pid", "shares", "epochs", "leader_epoch", "leader_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
@@ -117,7 +115,6 @@ class Attach(_message.Message):
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEADER_ID_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     channel: str
@@ -134,11 +131,10 @@ class Attach(_message.Message):
     epochs: _containers.RepeatedCompositeFieldContainer[NamespaceEpoch]
     leader_epoch: int
     leader_id: str
-    policy: PolicyCopy
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ..., policy: _Optional[_Union[PolicyCopy, _Mapping]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[str] = ..., unix_path: _Optional[str] = ..., http: _Optional[str] = ..., host: _Optional[str] = ..., boot_id: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., leader_epoch: _Optional[int] = ..., leader_id: _Optional[str] = ...) -> None: ...
 
 class AttachOk(_message.Message):
-    __slots__ = ("cluster_id", "epoch", "session", "epochs", "shares", "leading", "resume_seq", "policy")
+    __slots__ = ("cluster_id", "epoch", "session", "epochs", "shares", "leading", "resume_seq")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -146,7 +142,6 @@ class AttachOk(_message.Message):
     SHARES_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     RESUME_SEQ_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     epoch: int
     session: int
@@ -154,8 +149,7 @@ class AttachOk(_message.Message):
     shares: Shares
     leading: bool
     resume_seq: int
-    policy: PolicyCopy
-    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., leading: bool = ..., resume_seq: _Optional[int] = ..., policy: _Optional[_Union[PolicyCopy, _Mapping]] = ...) -> None: ...
+    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ..., epochs: _Optional[_Iterable[_Union[NamespaceEpoch, _Mapping]]] = ..., shares: _Optional[_Union[Shares, _Mapping]] = ..., leading: bool = ..., resume_seq: _Optional[int] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("cut_seq", "holdings", "first", "last")
@@ -313,28 +307,6 @@ class Shares(_message.Message):
     fallback: Share
     ttl_ms: int
     def __init__(self, revision: _Optional[int] = ..., whole: bool = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., forgotten: _Optional[_Iterable[str]] = ..., fallback: _Optional[_Union[Share, _Mapping]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
-
-class PolicyCopy(_message.Message):
-    __slots__ = ("cluster_id", "as_of", "whole", "rows")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    AS_OF_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    cluster_id: str
-    as_of: int
-    whole: bool
-    rows: _containers.RepeatedCompositeFieldContainer[PolicyRow]
-    def __init__(self, cluster_id: _Optional[str] = ..., as_of: _Optional[int] = ..., whole: bool = ..., rows: _Optional[_Iterable[_Union[PolicyRow, _Mapping]]] = ...) -> None: ...
-
-class PolicyRow(_message.Message):
-    __slots__ = ("kind", "name", "value")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    name: str
-    value: str
-    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("reason",)

@@ -332,7 +332,6 @@ class StorageNode:
             fence = self.commands.fence
             leader_epoch, leader_id = fence.epoch, fence.leader_id
             shares = shares_told(self.state.quotas.shares())
-            policy = self.commands.copy.message()
             epochs = [
                 control.NamespaceEpoch(group=group, epoch=epoch) for group, epoch in self.state.known.epochs.items()
             ]
@@ -354,7 +353,6 @@ class StorageNode:
             pid=os.getpid(),
             leader_epoch=leader_epoch,
             leader_id=leader_id,
-            policy=policy,
         )
 
     def _expire(self) -> float | None:

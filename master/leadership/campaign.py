@@ -69,7 +69,6 @@ class Campaign:
         self._looked = False  #: at the store, ever
         self._emptied = False  #: the store has less than this master has seen in it
         self._behind = False  #: the store has less than there was, and this master never read more
-        self._outdone = False  #: nodes obey a leader who is later than what the store had given the lease for
         self._lost = False  #: the store may lack what this master leads by
         self._was_leader = False  #: what it knew then may never have been saved
         self._loop: Loop | None = None
@@ -117,9 +116,7 @@ class Campaign:
 
     def _turn(self) -> None:
         standing = self._hub.standing()
-        move = self.election.told(standing.heard, standing.contested, self._clock())
-        self._outdone = self._outdone or move is Move.STEP_DOWN
-        self._act(move, "a node obeys a later leader")
+        self._act(self.election.told(standing.heard, standing.contested, self._clock()), "a node obeys a later leader")
         try:
             self._look()
             record = self._asked()
@@ -183,13 +180,11 @@ class Campaign:
             self.election.failed(self._clock())
             self._give_up_lease()
             raise
-        as_of = saved.last_command if self._behind or self._outdone else None
         if self._saved is not None and (self._emptied or saved.revision < self._seen):
             self._lost = True
-            as_of = self._saved.last_command
             saved = replace(self._saved, last_command=max(saved.last_command, self._saved.last_command))
-        self._office.lead(saved, epoch, as_of)
-        self._was_leader = self._behind = self._outdone = False
+        self._office.lead(saved, epoch)
+        self._was_leader = self._behind = False
 
     def _give_up_lease(self) -> None:
         try:
@@ -206,8 +201,7 @@ class Campaign:
                 self._lost = self._emptied = False
                 self._seen = self._store.revision()
             return
-        if self.election.leader is not None:
-            self._behind = self._outdone = False
+        self._behind = self._behind and self.election.leader is None
         revision = self._store.revision()
         if self._emptied and (not revision or self.election.leader is None):
             return  # what was read before is all that is left of it

@@ -13,9 +13,9 @@ class Office:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    def lead(self, saved: Saved, epoch: int, as_of: int | None = None) -> None:
-        """Begin to lead by what the store has, in an epoch that it gave; see :func:`succession.take_over`."""
-        self._hub.succeed(lambda state, now: succession.take_over(state, saved, epoch, now, as_of), epoch)
+    def lead(self, saved: Saved, epoch: int) -> None:
+        """Begin to lead by what the store has, in an epoch that it gave."""
+        self._hub.succeed(lambda state, now: succession.take_over(state, saved, epoch, now), epoch)
 
     def lead_on(self, epoch: int) -> None:
         """Go on leading in a greater epoch."""

@@ -13,18 +13,16 @@ from kvstrata.master import messages as m
 from kvstrata.master.journal import row_key
 from kvstrata.master.membership import Membership
 from kvstrata.master.saved import Saved
-from kvstrata.master.state import COMMAND_BITS, MasterState
+from kvstrata.master.state import MasterState
 from kvstrata.proto.errors import Busy, FingerprintMismatch
 
 
-def take_over(state: MasterState, saved: Saved, epoch: int, now: float, as_of: int | None = None) -> list[m.Command]:
-    """Lead in ``epoch`` by what the store has; O(nodes and rows). ``as_of``: the store has lost something, and policies
-    are those of up to this order; what nodes know of later ones counts."""
+def take_over(state: MasterState, saved: Saved, epoch: int, now: float) -> list[m.Command]:
+    """Lead in ``epoch`` by what the store has; O(nodes and rows)."""
     state.standing.lead(epoch)
     state.restore_orders(saved, now)
     adopt(state, saved, now)
     _clear_away(state, saved, now)
-    state.begin_copies(saved.last_command if as_of is None else as_of, doubtful=as_of is not None)
     state.membership.close_all("another master leads now: attach again", now)
     _write(state, saved)
     state.emit(m.Report("leads", {"epoch": epoch, "nodes": len(state.nodes)}))
@@ -34,7 +32,6 @@ def take_over(state: MasterState, saved: Saved, epoch: int, now: float, as_of: i
 def go_on(state: MasterState, epoch: int) -> list[m.Command]:
     """Lead on in a greater epoch: the lease had lapsed, and nobody else took it."""
     state.standing.lead(epoch)
-    state.tombstones.start_after(epoch << COMMAND_BITS)
     state.emit(m.Report("leads on", {"epoch": epoch}))
     return state.taken()
 
@@ -142,8 +139,6 @@ def everything(state: MasterState) -> list[m.Save]:
     writes += state.replication.rules.rows()
     if quotas.denies or quotas.fallback != m.TenantPolicy(""):
         writes.append(m.SaveFallback(quotas.fallback, quotas.denies))
-    if state.copies.as_of:
-        writes.append(m.SaveOrdered(state.copies.as_of))
     return writes
 
 
@@ -154,8 +149,6 @@ def rows(saved: Saved) -> list[m.Save]:
     writes += [m.SavePolicy(policy.salt, policy) for policy in saved.policies]
     if saved.fallback is not None:
         writes.append(saved.fallback)
-    if saved.last_command:
-        writes.append(m.SaveOrdered(saved.last_command))
     return writes
 
 
@@ -175,5 +168,5 @@ def _deleted(write: m.Save) -> m.Save:
             return m.SaveGrants(write.node_id, ())
         case m.SaveReplicas():
             return m.SaveReplicas(write.group, write.salt, 0)
-        case m.SaveGroup() | m.SaveOrdered():
+        case m.SaveGroup():
             return write  # never forgotten: its epoch outlives its blocks

@@ -63,18 +63,6 @@ class Leavers:
             self._emit(node.saved())
         self._drains.cancel(node)
 
-    def learned(self, node_id: str, *, draining: bool) -> None:
-        """An earlier leader was asked to drain a node, or to let it stay, and this one did not know."""
-        if not draining:
-            if self._membership.nodes.get(node_id) is not None:
-                self.undrain(node_id)
-            return
-        if self._membership.nodes.get(node_id) is None:
-            self._membership.nodes.restore(m.SaveNode(node_id, 0, 0, gone=False))
-        node = self._node(node_id)
-        self._membership.leaves(node, draining=True)  # a turn begins the drain once the node is there
-        self._emit(node.saved())
-
     def remove(self, node_id: str, now: float, *, force: bool = False) -> None:
         """Take a node off the roster: nobody waits for it any more.
 

@@ -268,9 +268,6 @@ def _pieces(writes: Iterable[Save]) -> Iterator[tuple[str, list[tuple[str, bytes
     command, rows, nbytes, first = 0, list[tuple[str, bytes, bytes]](), 0, True
     for write in writes:
         row = row_of(write)
-        if row is None:
-            command = max(command, command_of(write))
-            continue
         size = len(row[1]) + len(row[2])
         if rows and (len(rows) == SCRIPT_ROWS or nbytes + size > SCRIPT_BYTES):
             yield str(command or ""), rows
@@ -278,7 +275,7 @@ def _pieces(writes: Iterable[Save]) -> Iterator[tuple[str, list[tuple[str, bytes
         command = max(command, command_of(write))
         rows.append(row)
         nbytes += size
-    if rows or first or command:
+    if rows or first:
         yield str(command or ""), rows
 
 

@@ -17,7 +17,6 @@ from kvstrata.master.messages import (
     SaveGrants,
     SaveGroup,
     SaveNode,
-    SaveOrdered,
     SavePolicy,
     SaveReplicas,
     SaveScope,
@@ -92,8 +91,8 @@ class ReplicasRow(msgspec.Struct, frozen=True):
     count: int
 
 
-def row_of(write: Save) -> tuple[str, bytes, bytes] | None:
-    """Which hash, which field of it, and its value; an empty value deletes the row. None: it is no row."""
+def row_of(write: Save) -> tuple[str, bytes, bytes]:
+    """Which hash, which field of it, and its value; an empty value deletes the row."""
     match write:
         case SaveNode():
             row = NodeRow(write.dram_bytes, write.ssd_bytes, write.gone, write.draining)
@@ -122,27 +121,11 @@ def row_of(write: Save) -> tuple[str, bytes, bytes] | None:
             wanted = ReplicasRow(write.group, write.salt, write.count)
             name = msgspec.json.encode((write.group, write.salt))
             return "replicas", name, _json(wanted) if write.count else b""
-        case SaveOrdered():
-            return None
-
-
-def policy_of(kind: str, field: bytes, value: bytes) -> SavePolicy | SaveFallback | SaveReplicas:
-    """The write that gave a row of the hash ``kind``. Raises :class:`ValueError` for one that makes no sense."""
-    try:
-        if kind == "policies":
-            return SavePolicy(field.decode(), _policy(field, value))
-        if kind == "fallback":
-            return _fallback(value)
-        if kind == "replicas":
-            return _replicas(value)
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from error
-    raise ValueError(f"a row of {kind!r} is no policy")
 
 
 def command_of(write: Save) -> int:
-    """The number of a removal, a drop, a change of policies; 0 for anything else."""
-    return write.command if isinstance(write, (SaveTombstone, SaveScope, SaveOrdered)) else 0
+    """The number of a removal or a drop; 0 for anything else."""
+    return write.command if isinstance(write, (SaveTombstone, SaveScope)) else 0
 
 
 def saved_of(facts: Mapping[bytes, bytes], hashes: Sequence[Mapping[bytes, bytes]]) -> Saved:

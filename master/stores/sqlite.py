@@ -21,7 +21,6 @@ from kvstrata.master.messages import (
     SaveGrants,
     SaveGroup,
     SaveNode,
-    SaveOrdered,
     SavePolicy,
     SaveReplicas,
     SaveScope,
@@ -294,8 +293,6 @@ class SqliteStore:
                 self._connection.executemany("INSERT INTO grants VALUES (?, ?, ?, ?, ?, ?)", rows)
             case SaveScope():
                 self._write_scope(write)
-            case SaveOrdered(command):
-                execute(_LAST_COMMAND, (command,))
 
     def _write_scope(self, write: SaveScope) -> None:
         execute = self._connection.execute

@@ -13,7 +13,7 @@ from kvstrata.master.converters import share_message
 from kvstrata.master.hub import Hub
 from kvstrata.master.state import MasterState
 from kvstrata.master.status import orders
-from kvstrata.master.tenants.tenancy import TIERS, by_tier, check_amounts, denied, used_of
+from kvstrata.master.tenants.tenancy import TIERS, by_tier, denied, used_of
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.proto.keys import check_salt
@@ -22,6 +22,8 @@ from kvstrata.proto.status import Tier
 
 #: Rows of one listing, whatever the caller asks for.
 ROWS_MAX: Final = 2000
+#: Largest limit: more than any cluster has, and a whole number in every store.
+BYTES_MAX: Final = 1 << 60
 
 Amounts: TypeAlias = Mapping[Tier, int]
 
@@ -224,7 +226,7 @@ def checked(state: MasterState, policy: m.TenantPolicy) -> list[str]:
     capacity = capacities(state)
     warnings = []
     for tier, limit, floor in by_tier(policy):
-        check_amounts(tier.name, limit, floor)
+        _check_amounts(tier.name, limit, floor)
         others = sum(
             by_tier(other)[TIERS.index(tier)][2]
             for other in state.quotas.policies.values()
@@ -237,6 +239,14 @@ def checked(state: MasterState, policy: m.TenantPolicy) -> list[str]:
             )
         warnings += _warnings(state, policy.salt, tier, limit, floor, capacity[tier])
     return warnings
+
+
+def _check_amounts(name: str, limit: int | None, floor: int) -> None:
+    for what, value in (("limit", limit), ("floor", floor)):
+        if value is not None and not 0 <= value <= BYTES_MAX:
+            raise InvalidArgument(f"a {name} {what} of {value} bytes: 0 to {BYTES_MAX} are allowed")
+    if limit is not None and floor > limit:
+        raise InvalidArgument(f"the {name} floor of {floor} bytes is above the limit of {limit} bytes")
 
 
 def _warnings(state: MasterState, salt: str, tier: Tier, limit: int | None, floor: int, capacity: int) -> list[str]:
@@ -260,7 +270,7 @@ def checked_default(state: MasterState, policy: m.TenantPolicy, deny: bool) -> l
         raise InvalidArgument("a default either denies or has limits: give one of them")
     warnings = []
     for tier, limit, _ in by_tier(denied(policy, deny)):
-        check_amounts(tier.name, limit, 0)
+        _check_amounts(tier.name, limit, 0)
         used: Counter[str] = Counter()
         for member in state.quotas.nodes.values():
             for salt, usage in member.usage.items():

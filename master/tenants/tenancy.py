@@ -9,12 +9,9 @@ from typing import Final
 from kvstrata.master import messages as m
 from kvstrata.master.tenants.division import least_of
 from kvstrata.master.tenants.ledger import UNLIMITED, Ledger, Part
-from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.status import Tier
 
 TIERS: Final = (Tier.DRAM, Tier.SSD)
-#: Largest limit: more than any cluster has, and a whole number in every store.
-BYTES_MAX: Final = 1 << 60
 #: A change that has not been sent yet is confirmed by no revision.
 UNSENT: Final = 1 << 63
 
@@ -123,12 +120,3 @@ def equal_parts(ledger: Ledger, here: Mapping[str, int]) -> dict[str, int]:
     """The default's parts: alike on all nodes that can be told, beside what the others hold."""
     reserved = sum(part.peak for node_id, part in ledger if node_id not in here)
     return dict.fromkeys(here, max(0, ledger.limit - reserved) // len(here)) if here else {}
-
-
-def check_amounts(name: str, limit: int | None, floor: int) -> None:
-    """Raises :class:`InvalidArgument` for what no tenant can have of a tier, by its ``name``."""
-    for what, value in (("limit", limit), ("floor", floor)):
-        if value is not None and not 0 <= value <= BYTES_MAX:
-            raise InvalidArgument(f"a {name} {what} of {value} bytes: 0 to {BYTES_MAX} are allowed")
-    if limit is not None and floor > limit:
-        raise InvalidArgument(f"the {name} floor of {floor} bytes is above the limit of {limit} bytes")

@@ -237,8 +237,6 @@ class MasterLink:
             self._commands.orphaned(message.orphaned)
         elif body == "shares":
             self._commands.share(message.shares)
-        elif body == "policy":
-            self._commands.keep(message.policy)
         elif self._copies is not None:
             self._copies.heard(message, outbox)
 

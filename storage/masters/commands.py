@@ -24,7 +24,6 @@ from kvstrata.proto.logs import get_logger
 from kvstrata.storage.eviction.quotas import NodeShare, share_problem
 from kvstrata.storage.masters.fence import Fence
 from kvstrata.storage.masters.policies import Policies, PolicyFile
-from kvstrata.storage.masters.policy_copy import PolicyCopy
 from kvstrata.storage.records import Lease, Shelf
 from kvstrata.storage.ssd.base import Extent, Removal
 from kvstrata.storage.state import NodeState, in_scope
@@ -92,7 +91,6 @@ class Commands:
         self.kept_revision = state.quotas.revision  #: of the shares that hold and would survive a restart; 0: none yet
         self.wake: Callable[[], None] = lambda: None  #: runs a turn soon
         self.fence = Fence() if file is None else file.fence()
-        self.copy = PolicyCopy() if file is None else file.copy()
         self._state = state
         self._lock = lock
         self._file = file
@@ -145,19 +143,6 @@ class Commands:
             self.advance(epoch, _nobody)
         if message.HasField("shares"):
             self.share(message.shares)
-        if message.HasField("policy"):
-            self.keep(message.policy)
-        elif self.copy.as_of:
-            with self._lock:
-                self.copy.forget()
-                self._changes += 1
-
-    def keep(self, message: control.PolicyCopy) -> None:
-        """Keep what the leader says of policies."""
-        with self._lock:
-            self.copy.take(message)
-            self._changes += 1
-        self.wake()
 
     def share(self, message: control.Shares) -> None:
         """Work by these shares. They are reported (``kept_revision``) once a restart would find them."""
@@ -297,8 +282,7 @@ class Commands:
             if not urgent and now < self._retry_at:
                 return self._file_problem
             leader = self.fence.epoch, self.fence.leader_id
-            epochs = dict(self._state.known.epochs)
-            policies = Policies(self._state.quotas.to_json(), epochs, leader, self.copy.to_json())
+            policies = Policies(self._state.quotas.to_json(), dict(self._state.known.epochs), leader)
         if self._file is not None:
             try:
                 self._file.save(policies)

@@ -1,5 +1,4 @@
-"""What the node was told and must still know after a restart: shares, the fallback, weight epochs, who leads, and the
-copy of policies that it keeps for masters.
+"""What the node was told and must still know after a restart: shares, the fallback, weight epochs, who leads.
 
 One file in the data directory, replaced whole. Its first line names the format and the body's length and
 checksum; the body is JSON. A file that is not as it was written stops the start: to go on without it would
@@ -22,7 +21,6 @@ from kvstrata.proto.errors import ConfigError, KVError
 from kvstrata.storage import durable_file
 from kvstrata.storage.eviction.quotas import QuotaBook
 from kvstrata.storage.masters.fence import Fence
-from kvstrata.storage.masters.policy_copy import PolicyCopy
 
 FORMAT: Final = 1
 #: A file beyond this is not one of ours.
@@ -32,13 +30,11 @@ _FILE: Final = "policies.json"
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """``quotas`` is what :class:`~.quotas.QuotaBook` gave, ``epochs`` by group; ``leader``: epoch and id; ``copy`` what
-    :class:`~.policy_copy.PolicyCopy` gave."""
+    """``quotas`` is what :class:`~.quotas.QuotaBook` gave, ``epochs`` by group; ``leader``: epoch and id."""
 
     quotas: dict[str, object]
     epochs: dict[str, int] = field(default_factory=dict)
     leader: tuple[int, str] = (0, "")
-    copy: dict[str, object] | None = None
 
 
 class PolicyFile:
@@ -75,7 +71,6 @@ class PolicyFile:
             kept = json.loads(body)
             quotas, epochs = kept["quotas"], kept["epochs"]
             epoch, leader_id = kept.get("leader", (0, ""))
-            copy = kept.get("copy")
         except (ValueError, TypeError, KeyError) as error:
             raise self._damaged(str(error)) from error
         if not isinstance(epochs, dict) or not all(type(epoch) is int and epoch >= 0 for epoch in epochs.values()):
@@ -84,9 +79,7 @@ class PolicyFile:
             raise self._damaged("its shares are no object")
         if type(epoch) is not int or epoch < 0 or not isinstance(leader_id, str):
             raise self._damaged("its leader has no epoch")
-        if copy is not None and not isinstance(copy, dict):
-            raise self._damaged("its copy of policies is no object")
-        return Policies(quotas, epochs, (epoch, leader_id), copy)
+        return Policies(quotas, epochs, (epoch, leader_id))
 
     def restored(self) -> tuple[QuotaBook, dict[str, int]]:
         """What the node works by until a master is heard: shares, and weight epochs by group; as :meth:`load`."""
@@ -103,20 +96,9 @@ class PolicyFile:
         kept = self.load()
         return Fence() if kept is None else Fence(*kept.leader)
 
-    def copy(self) -> PolicyCopy:
-        """What the node keeps of policies for masters; as :meth:`load`."""
-        kept = self.load()
-        if kept is None or kept.copy is None:
-            return PolicyCopy()
-        try:
-            return PolicyCopy.from_json(kept.copy)
-        except KVError as error:
-            raise self._damaged(str(error)) from error
-
     def save(self, policies: Policies) -> None:
         """Durable when it returns. Raises :class:`OSError`; what was saved before then stands."""
-        kept = {"quotas": policies.quotas, "epochs": policies.epochs, "leader": policies.leader, "copy": policies.copy}
-        body = json.dumps(kept).encode()
+        body = json.dumps({"quotas": policies.quotas, "epochs": policies.epochs, "leader": policies.leader}).encode()
         head = json.dumps({"format": FORMAT, "bytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body)}).encode()
         with self._writing:
             durable_file.replace(self.path, head + b"\n" + body)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstrata.master.client_calls import ClientCalls
+from kvstrata.master.leadership.election import TURN_S
 from kvstrata.master.liveness import NodeState as Liveness
 from kvstrata.master.state import MasterState
 from kvstrata.proto.folding import fold
 from kvstrata.proto.status import BlockStatus, Tier
 from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.leases import granted_seconds
-from kvstrata.storage.masters.policies import PolicyFile
 from kvstrata.storage.records import VISIBLE, Block
 from tests.sim.client_host import CALL_S
 from tests.sim.clock import Steps
@@ -36,6 +35,8 @@ WORD_S = 1.0
 LEASED_S = granted_seconds(int(CALL_S * 1e3))
 #: An order may take this long to arrive, with what its leader knew when it gave it.
 ON_ITS_WAY_S = 10.0
+#: Masters read what the leader saved within this.
+READ_BY_OTHERS_S = 2 * TURN_S
 #: A lowered limit leaves so much time to come down to it.
 LOWER_S = 20.0
 _LOADED, _STORED = int(BlockStatus.LOADED), int(BlockStatus.STORED)
@@ -139,36 +140,19 @@ class Checks:
             self._allowed[salt] = limit
 
     def emptied(self) -> None:
-        """The store has lost all. What no other master has read since only the leader knows, and it may be killed with
-        it; limits are on the nodes that were told of them, too."""
-        others = [host for host in self._world.masters.values() if host.up and not host.campaign.election.leading]
-        read_at = max((host.store.read_at for host in others), default=0.0)
-        for salt, limit in list(self._limits.items()):
-            if limit is not None and self._limited_at[salt] >= read_at and not self._kept_by_nodes(salt, limit):
+        """The store has lost all. What was set a moment ago only the leader knows, and it may be killed with it."""
+        for salt, at in self._limited_at.items():
+            if self._world.now - at < READ_BY_OTHERS_S:
                 self.limit_set(salt, None)
         for clearing in self._world.oracle.clearings:
-            if clearing.answered_at is not None and clearing.answered_at >= read_at:
+            if clearing.answered_at is not None and self._world.now - clearing.answered_at < READ_BY_OTHERS_S:
                 clearing.answered_at = None
-
-    def _kept_by_nodes(self, salt: str, limit: int) -> bool:
-        """Whether some node has it in its files, and so has it when it is back."""
-        copies = [PolicyFile(node.folder).copy() for node in self._world.nodes.values()]  # type: ignore[arg-type]
-        values = [copy.rows.get(("policies", salt)) for copy in copies]
-        return any(value is not None and json.loads(value)["dram_limit"] == limit for value in values)
-
-    def _led_by(self, salt: str) -> list[tuple[str, int | None]]:
-        """Who leads, and the limit by which that master works."""
-        leaders = [host for host in self._world.masters.values() if host.up and host.hub and host.hub.leads()[0]]
-        return [(host.name, host.hub.read(_limit_of(salt))) for host in leaders if host.hub is not None]
 
     def usage(self) -> None:
         """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or
         uses still, is within it."""
         for salt, limit in self._limits.items():
             if limit is None:
-                continue
-            if any(other != limit for _, other in self._led_by(salt)):
-                self._allowed[salt] = math.inf  # until who leads has heard of it, which has to be by the end
                 continue
             used = self.used(salt)
             if self._allowed[salt] > limit and self._bound(salt) <= limit:
@@ -227,9 +211,6 @@ class Checks:
         for salt, limit in self._limits.items():
             if limit is not None and self.used(salt) > limit:
                 raise Violation(f"INV-11: tenant {salt} uses {self.used(salt)} bytes, long after a limit of {limit}")
-            for leader, other in self._led_by(salt) if limit is not None else ():
-                if other != limit:
-                    raise Violation(f"policies: tenant {salt} has a limit of {limit}, and {leader} works by {other}")
 
     def _agrees(self, master: MasterHost) -> None:
         if not master.up:
@@ -404,10 +385,6 @@ class Checks:
                 odd = [block for block in inventory.blocks() if block.state != VISIBLE]
                 if odd:
                     raise Violation(f"INV-5: {node.name} has {len(odd)} slots that nobody finds and nobody frees")
-
-
-def _limit_of(salt: str) -> Callable[[MasterState, float], int | None]:
-    return lambda state, now: state.quotas.policy_of(salt).dram_limit
 
 
 def _ledgers(salt: str) -> Callable[[MasterState, float], int]:

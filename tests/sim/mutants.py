@@ -14,7 +14,6 @@ import kvstrata.storage.state as node_state
 from kvstrata.master.attachment import Attachment
 from kvstrata.master.content.scopes import Scopes
 from kvstrata.master.content.tombstones import Tombstones
-from kvstrata.master.leadership.policy_copies import PolicyCopies
 from kvstrata.master.replication.trims import Trims
 from kvstrata.master.tenants.ledger import Ledger, Part
 from kvstrata.proto.status import BlockStatus
@@ -261,11 +260,6 @@ def _no_share() -> None:
     Admission.allowed = lambda self, salt, slot_bytes, wanted, before: wanted  # type: ignore[method-assign]
 
 
-def _no_copies() -> None:
-    """A leader whose store has lost something looks at nothing that nodes keep of policies."""
-    PolicyCopies.adopt = lambda self, *rest: 0  # type: ignore[method-assign]
-
-
 def _no_departures() -> None:
     """A node does not tell that blocks have left."""
     record = DeltaLog.record
@@ -329,9 +323,6 @@ MUTANTS = {
     "old-weights": Mutant(("is back on", "INV-1"), 10, _old_weights),
     "no-share": Mutant(("INV-11",), 20, _no_share, _sole()),
     "raised-early": Mutant(("INV-11",), 20, _raised_early, _sole("stop node", "slow link")),
-    "no-copies": Mutant(
-        ("policies",), 60, _no_copies, _several("stop master", "kill master", "store down", "store emptied")
-    ),
     "no-departures": Mutant(("INV-7",), 10, _no_departures),
     "gaps-passed-over": Mutant(("INV-7",), 20, _gaps_passed_over),
     "lost-deltas": Mutant((), 20, _lost_deltas, covered="the master, which sees the gap and asks for a snapshot"),

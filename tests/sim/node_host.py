@@ -253,7 +253,6 @@ class NodeHost:
             protocol=wire.PROTOCOL,
             leader_epoch=self.commands.fence.epoch,
             leader_id=self.commands.fence.leader_id,
-            policy=self.commands.copy.message(),
         )
 
     # ------------------------------------------------------------------ moves

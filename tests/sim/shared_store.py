@@ -18,6 +18,7 @@ class StoreServer:
     clock: Callable[[], float]
     down: bool = False
     cluster: str = "cluster-1"
+    clusters: int = 1
     rows: dict[tuple[str, object], m.Save] = field(default_factory=dict)
     last_command: int = 0
     revision: int = 0
@@ -27,10 +28,11 @@ class StoreServer:
     known: dict[str, tuple[LeaderRecord, float]] = field(default_factory=dict)
 
     def empty(self) -> None:
-        """Everything in it is lost, as by FLUSHALL. Whose it was it is told again by masters that know."""
+        """Everything in it is lost, as by FLUSHALL."""
         self.rows, self.known = {}, {}
         self.last_command = self.revision = self.epoch = 0
         self.leader, self.lease_ends = None, 0.0
+        self.cluster = ""
 
     def holder(self) -> LeaderRecord | None:
         return self.leader if self.leader is not None and self.clock() < self.lease_ends else None
@@ -41,7 +43,6 @@ class StoreClient:
 
     def __init__(self, server: StoreServer, reaches: Callable[[], bool], shared: bool) -> None:
         self.shared = shared
-        self.read_at = 0.0  #: all that was saved until then is known to its master
         self._server = server
         self._reaches = reaches
 
@@ -51,7 +52,11 @@ class StoreClient:
         return self._server
 
     def cluster_id(self) -> str:
-        return self._reach().cluster
+        server = self._reach()
+        if not server.cluster:
+            server.clusters += 1
+            server.cluster = f"cluster-{server.clusters}"
+        return server.cluster
 
     def load(self) -> Saved:
         server = self._reach()
@@ -81,9 +86,7 @@ class StoreClient:
             raise Deposed(f"epoch {server.epoch} has begun")
         for write in writes:
             key, gone = _row(write)
-            if isinstance(write, m.SaveOrdered):
-                pass  # a number, not a row
-            elif gone:
+            if gone:
                 server.rows.pop(key, None)
             else:
                 server.rows[key] = write
@@ -92,9 +95,7 @@ class StoreClient:
         server.epoch = max(server.epoch, epoch)
 
     def revision(self) -> int:
-        revision = self._reach().revision
-        self.read_at = self._server.clock()  # its master loads what is newer
-        return revision
+        return self._reach().revision
 
     def campaign(self, me: LeaderRecord, ttl_ms: int) -> LeaderRecord:
         server = self._reach()
@@ -148,5 +149,3 @@ def _row(write: m.Save) -> tuple[tuple[str, object], bool]:
             return (kind, write.command), not write.waiting
         case m.SaveReplicas():
             return (kind, (write.group, write.salt)), not write.count
-        case m.SaveOrdered():
-            return (kind, ""), False

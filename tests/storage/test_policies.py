@@ -5,21 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import ConfigError
 from kvstrata.proto.status import Tier
 from kvstrata.storage.eviction.quotas import NodeShare, QuotaBook
-from kvstrata.storage.masters.commands import Commands
 from kvstrata.storage.masters.policies import Policies, PolicyFile
-from kvstrata.storage.masters.policy_copy import PolicyCopy
-
-from .conftest import Node
 
 KEPT = Policies({"salts": [["über", 5]], "fallback": None}, {"model": 3, "": 1})
 
@@ -89,40 +83,3 @@ def test_shares_that_are_none_are_refused_too(tmp_path: Path) -> None:
     kept, epochs = file.restored()
     assert (kept.shares(), kept.revision, epochs) == (book.shares(), 4, {"g": 2})
     assert kept.limit(Tier.DRAM, "another", 0.0) == 7
-
-
-def test_the_copy_of_policies_outlives_the_process(node: Node, tmp_path: Path) -> None:
-    file = PolicyFile(tmp_path)
-    assert file.copy() == PolicyCopy()
-    lock = threading.Lock()
-    commands = Commands(node.state, lock, file)
-    row = control.PolicyRow(kind="policies", name="über\0", value="{}")
-    other = control.PolicyRow(kind="replicas", name="x", value="1")
-    whole = control.PolicyCopy(cluster_id="c", as_of=3, whole=True, rows=[row, other])
-    commands.attached(control.AttachOk(policy=whole))
-    gone = control.PolicyRow(kind="replicas", name="x")
-    commands.keep(control.PolicyCopy(cluster_id="c", as_of=9, rows=[gone]))
-    commands.turn()
-    kept = Commands(node.state, lock, file).copy
-    assert kept == PolicyCopy("c", 9, {("policies", "über\0"): "{}"})
-    assert kept.message() == control.PolicyCopy(cluster_id="c", as_of=9, whole=True, rows=[row])
-
-
-def test_a_leader_that_gives_no_copy_has_the_old_one_forgotten(node: Node, tmp_path: Path) -> None:
-    """What it orders is in none, and so what is there grows old."""
-    file = PolicyFile(tmp_path)
-    commands = Commands(node.state, threading.Lock(), file)
-    commands.keep(control.PolicyCopy(cluster_id="c", as_of=9, whole=True))
-    commands.attached(control.AttachOk())
-    commands.turn()
-    assert commands.copy.message() is None and file.copy() == PolicyCopy()
-
-
-@pytest.mark.parametrize(
-    "copy", [{}, {"cluster_id": "c", "as_of": -1, "rows": []}, {"cluster_id": "c", "as_of": 1, "rows": [["a", "b"]]}]
-)
-def test_a_copy_of_policies_that_is_none_is_refused(tmp_path: Path, copy: dict[str, object]) -> None:
-    file = PolicyFile(tmp_path)
-    file.save(Policies({}, copy=copy))
-    with pytest.raises(ConfigError, match=r"policies\.json.*move it away"):
-        file.copy()

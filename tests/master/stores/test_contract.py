@@ -15,7 +15,6 @@ from kvstrata.master.messages import (
     SaveGrants,
     SaveGroup,
     SaveNode,
-    SaveOrdered,
     SavePolicy,
     SaveReplicas,
     SaveScope,
@@ -99,14 +98,6 @@ def test_numbers_of_commands_are_never_given_twice(opener: Opener) -> None:
     assert store.load().last_command == 1 << 40
     store.save([dataclasses.replace(STONE, command=(1 << 52) + 1, waiting=())])
     assert store.load().last_command == (1 << 52) + 1
-
-
-def test_how_far_policies_go_is_a_number_that_only_grows(opener: Opener) -> None:
-    store = opener()
-    store.save([SavePolicy(POLICY.salt, POLICY), SaveOrdered((1 << 52) + 1)])
-    store.save([SaveOrdered(7)])
-    again = opener().load()
-    assert again == Saved(policies=(POLICY,), last_command=(1 << 52) + 1, revision=2)
 
 
 def test_the_revision_grows_with_each_save(opener: Opener) -> None:
