@@ -134,6 +134,14 @@ def serve(
     name: Annotated[str, typer.Option(help="The engine's name in logs and in the pool.", rich_help_panel=_POOL)] = "",
     traces: Traces = "",
     traces_ratio: TracesRatio = 1.0,
+    ignore_traceparent: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-traceparent",
+            help="Clients do not decide what is traced: --traces-ratio alone does.",
+            rich_help_panel="Traces",
+        ),
+    ] = False,
     log_format: Format = LogFormat.text,
     log_level: Level = LogLevel.info,
 ) -> None:
@@ -189,6 +197,7 @@ def serve(
             model_name=model if served_model_name is None else served_model_name,
             api_key=api_key,
             allow_reset=enable_reset,
+            ignore_traceparent=ignore_traceparent,
             grace_s=grace,
             traces=TraceOptions(traces, traces_ratio),
             tls_cert=tls_cert,

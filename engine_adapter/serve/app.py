@@ -44,17 +44,20 @@ MakeJob = Callable[[Service, bytes, str, str], CompletionJob | ChatJob]
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """``api_key`` empty: everybody may ask. ``allow_reset``: ``POST /reset_prefix_cache`` is there."""
+    """``api_key`` empty: everybody may ask. ``allow_reset``: ``POST /reset_prefix_cache`` is there.
+    ``ignore_traceparent``: clients do not decide whether their requests are traced, nor in which trace."""
 
     api_key: str = ""
     allow_reset: bool = False
+    ignore_traceparent: bool = False
 
 
 class Routes:
     """One method a route."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, *, ignore_traceparent: bool) -> None:
         self._service = service
+        self._ignore_traceparent = ignore_traceparent
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionJob)
@@ -64,7 +67,8 @@ class Routes:
 
     async def _generate(self, request: Request, make: MakeJob) -> Response:
         response_id = uuid.uuid4().hex
-        trace = request.headers.get("traceparent", "")[:TRACE_CHARACTERS_MAX]
+        given = "" if self._ignore_traceparent else request.headers.get("traceparent", "")
+        trace = given[:TRACE_CHARACTERS_MAX]
         job = await asyncio.to_thread(make, self._service, await read_body(request), response_id, trace)
         headers = {"x-request-id": response_id}
         if job.request.stream:
@@ -138,7 +142,7 @@ class Routes:
 
 def serve_app(service: Service, options: AppOptions) -> Starlette:
     """The ASGI application."""
-    routes = Routes(service)
+    routes = Routes(service, ignore_traceparent=options.ignore_traceparent)
 
     def guarded(path: str, handler: Handler, method: str) -> Route:
         async def checked(request: Request) -> Response:

@@ -50,6 +50,7 @@ class ServeConfig:
     model_name: str
     api_key: str = ""
     allow_reset: bool = False
+    ignore_traceparent: bool = False
     grace_s: float = 10.0
     traces: TraceOptions = BY_ENVIRONMENT
     tls_cert: Path | None = None
@@ -144,7 +145,8 @@ def _serve(
         created=int(time.time()),
     )
     service = Service(loop, model, ServeMetrics(model.name, loop.stats), config.engine.step.max_waiting)
-    front.app = serve_app(service, AppOptions(config.api_key, config.allow_reset))
+    options = AppOptions(config.api_key, config.allow_reset, config.ignore_traceparent)
+    front.app = serve_app(service, options)
     web.start()
     on_ready(_facts(config, model, web) | loop.kv_events)
     log.info("engine stops", signal=stop.wait(), in_progress=service.num_active)

@@ -165,3 +165,9 @@ def test_a_traceparent_goes_to_the_engine_cut_to_what_is_read_of_one(bench: Any,
         bench.post(route, {"model": "tiny", "stream": stream, **said}, headers=headers)
     first, without, cut = bench.engine.traces
     assert (first, without) == (trace, "") and cut.startswith(trace) and len(cut) == TRACE_CHARACTERS_MAX
+
+
+def test_where_clients_are_not_to_decide_a_traceparent_is_ignored(make_bench: Any) -> None:
+    deaf = make_bench(ignore_traceparent=True)
+    deaf.post("/v1/completions", {"prompt": "hi"}, headers={"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
+    assert deaf.engine.traces == [""]
