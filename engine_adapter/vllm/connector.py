@@ -179,7 +179,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def reset_cache(self) -> bool:
         """Whether nothing of older weights is found in the pool from here on: see :func:`reset_cache`."""
         assert self._bound is not None, "vLLM has not bound its block pool"
-        return reset_cache(self.settings, self._bound, self._scheduler)
+        return reset_cache(self.settings, self._bound, self._layout, self._scheduler)
 
     @property
     def _scheduler(self) -> StepPlanner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
@@ -20,15 +21,21 @@ class Resettable(Protocol):
     def reset(self) -> None: ...
 
 
-def reset_cache(settings: Settings, layout: PoolLayout, planner: Resettable) -> bool:
+def reset_cache(
+    settings: Settings, layout: PoolLayout, layout_now: Callable[[], PoolLayout], planner: Resettable
+) -> bool:
     """False makes the call of vLLM fail that it is a part of: a reset, a sleep, or a pause that clears caches. vLLM
     does not say whether new weights follow; only who runs it knows.
 
     ``layout``: what this engine has stored under since its start. One that is made now may be of other weights, as the
-    model's files may have been replaced, and the pool would go on with the older ones."""
+    model's files may have been replaced, and the pool would go on with the older ones. ``layout_now`` makes it: where
+    it differs, weights are not fixed, whatever the settings say."""
     if settings.reset_external:
         return reset_pool(settings.masters, layout, planner, settings)
     if settings.fixed_weights:
+        if problem := _changed(layout, layout_now):
+            log.error(f"the pool is not reset, and so vLLM's reset, sleep or pause fails: {problem}")
+            return False
         log.info("the pool stays as it is: this engine's weights are fixed")
         return True
     log.error(
@@ -37,6 +44,18 @@ def reset_cache(settings: Settings, layout: PoolLayout, planner: Resettable) -> 
         '"reset_external": true has the pool\'s blocks of this model end, for all engines'
     )
     return False
+
+
+def _changed(layout: PoolLayout, layout_now: Callable[[], PoolLayout]) -> str:
+    """Why ``fixed_weights`` is not believed; empty where nothing speaks against it. Weights that came from elsewhere
+    than the model's files are not seen."""
+    try:
+        now = layout_now()
+    except OSError as error:
+        return f'"fixed_weights" is set, and the model\'s files cannot be read: {error}'
+    if [group.fingerprint for group in now.groups] != [group.fingerprint for group in layout.groups]:
+        return '"fixed_weights" is set, and the model\'s files are others than at the start: restart the engine'
+    return ""
 
 
 def reset_pool(masters: str, layout: PoolLayout, planner: Resettable, access: PoolAccess = BY_ENVIRONMENT) -> bool:

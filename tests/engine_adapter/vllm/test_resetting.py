@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstrata.engine_adapter.connector.access import PoolAccess
+from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.vllm import resetting
+from kvstrata.engine_adapter.vllm.identity import weights_digest
 from kvstrata.engine_adapter.vllm.resetting import reset_cache
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.proto.errors import Unavailable
@@ -41,8 +45,16 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> Masters:
     return made
 
 
-def reset(planner: Planner, **extra: object) -> bool:
-    return reset_cache(read_settings({"masters": "pool:1", **extra}), layout(FULL, STATE), planner)
+STARTED = layout(FULL, STATE)
+
+
+def reset(planner: Planner, now: Callable[[], PoolLayout] = lambda: STARTED, **extra: object) -> bool:
+    return reset_cache(read_settings({"masters": "pool:1", **extra}), STARTED, now, planner)
+
+
+def of(folder: Path) -> PoolLayout:
+    """As an engine makes it anew: its fingerprint is of what the model's files hold by then."""
+    return layout(msgspec.structs.replace(FULL, fingerprint=weights_digest(folder)), STATE)
 
 
 def test_without_a_word_of_weights_it_is_refused_and_the_log_says_both_remedies(
@@ -67,3 +79,25 @@ def test_with_reset_external_the_next_epoch_begins_and_a_pool_that_is_away_fails
     masters.away = True
     assert not reset(planner, reset_external=True)
     assert planner.resets == 1
+
+
+def test_fixed_weights_are_not_believed_where_the_model_s_files_have_changed_or_are_gone(
+    masters: Masters, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner, settings = Planner(), read_settings({"masters": "pool:1", "fixed_weights": True})
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    started = of(tmp_path)
+    assert reset_cache(settings, started, lambda: of(tmp_path), planner)
+    weights.write_bytes(b"new")
+    assert not reset_cache(settings, started, lambda: of(tmp_path), planner)
+    assert "others than at the start" in caplog.text
+    assert not reset_cache(settings, started, lambda: of(tmp_path / "gone"), planner)
+    assert "cannot be read" in caplog.text
+    assert not masters.asked and not planner.resets
+
+
+def test_what_ends_is_what_was_stored_also_when_the_model_s_files_have_changed(masters: Masters) -> None:
+    now = layout(msgspec.structs.replace(FULL, fingerprint="of the new files"), STATE)
+    assert reset(Planner(), lambda: now, reset_external=True)
+    assert masters.asked == [("pool:1", [FULL.fingerprint])]
