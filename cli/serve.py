@@ -113,6 +113,15 @@ def serve(
             "--layered-stores", help="Store beside the step, layer by layer as they are written.", rich_help_panel=_POOL
         ),
     ] = False,
+    kv_shards: Annotated[
+        int,
+        typer.Option(
+            help="Cut blocks by heads into so many shards, to share them between tensor-parallel sizes: the largest of "
+            "those; 0: a shard a rank.",
+            min=0,
+            rich_help_panel=_POOL,
+        ),
+    ] = 0,
     load_deadline_ms: Annotated[
         int, typer.Option(help="A load ends by then; the rest is computed.", rich_help_panel=_POOL)
     ] = 5_000,
@@ -182,6 +191,7 @@ def serve(
                 load_policy=load_policy.value,
                 layered_loads=layered_loads.value,
                 layered_stores=layered_stores,
+                kv_shards=kv_shards,
                 load_deadline_ms=load_deadline_ms,
                 store=store,
             ),

@@ -1,4 +1,4 @@
-"""Work for several nodes at once, on a bounded set of threads; a single node's runs on the caller's."""
+"""Work for several nodes, or shards, at once, on a bounded set of threads; a single node's runs on the caller's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ T = TypeVar("T")
 class Fanout:
     """Tasks must be bounded in time themselves and must not wait for other tasks."""
 
-    def __init__(self, threads: int = THREADS) -> None:
+    def __init__(self, threads: int = THREADS, name: str = "kvstrata-node") -> None:
         self._threads = threads
+        self._name = name
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -59,7 +60,7 @@ class Fanout:
             if self._closed:
                 raise Closed("the client is closed")
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvstrata-node")
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
             for task in tasks:
                 begun.append(self._pool.submit(TRACING.carried(task)))
 
@@ -78,4 +79,4 @@ def _ended(future: Future[T]) -> None:
             future.exception(OVERDUE_S)
             return
         except TimeoutError:
-            log.error("a node's part of a call is overdue; its memory stays in use", waited_s=OVERDUE_S)
+            log.error("a part of a call is overdue; its memory stays in use", waited_s=OVERDUE_S)

@@ -1,15 +1,19 @@
-"""How one rank is attached to the pool: a client, the rank's KV memory registered with it, its namespaces."""
+"""How one rank is attached to the pool: a client, the rank's KV memory registered with it, its namespaces.
+
+A group has a namespace for each of the rank's shards, all of one weight epoch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.client.namespace import PoolNamespace
 from kvstrata.engine_adapter.connector.chunks import Chunk
-from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
+from kvstrata.engine_adapter.connector.layout import BlockPieces, EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.proto.errors import InvalidArgument, KVError
 from kvstrata.proto.logs import get_logger
@@ -18,6 +22,9 @@ from kvstrata.transfer.gpu.runtimes import runtime_of
 from kvstrata.transfer.regions import BlockView, Region
 
 log = get_logger(__name__)
+
+#: Of one group: one a shard.
+Namespaces = tuple[PoolNamespace, ...]
 
 
 class Attachment:
@@ -35,16 +42,19 @@ class Attachment:
         connect: Callable[[], PoolClient],
         engine_memory: EngineMemory | None = None,
     ) -> None:
-        if not 0 <= rank < layout.shard_count:
-            raise InvalidArgument(f"rank {rank}: the layout has {layout.shard_count} shards, one a rank")
+        if not 0 <= rank < layout.distinct_ranks:
+            raise InvalidArgument(
+                f"rank {rank}: the layout has {layout.shard_count} shards, {layout.shards_per_rank} a rank"
+            )
         self._layout = layout
         self._rank = rank
         self._connect = connect
         self._engine_memory = engine_memory
         self._region: Region | None = None
         #: The generation of the engine's weights, and its namespaces: one object, so that no call mixes two.
-        self._opened: tuple[int, dict[int, PoolNamespace]] = (0, {})
-        self._views: dict[int, BlockView] = {}
+        self._opened: tuple[int, dict[int, Namespaces]] = (0, {})
+        self._views: dict[int, BlockView] = {}  # where a rank has one shard: all blocks
+        self._shards: dict[int, tuple[BlockPieces, ...]] = {}  # where it has several
         self.client: PoolClient | None = None
         self.memory: npt.NDArray[np.uint8]
         try:
@@ -85,7 +95,7 @@ class Attachment:
         namespaces = self._opened[1]
         for index, group in enumerate(self._layout.groups):
             known = namespaces.get(index)
-            if group.poolable and (known is None or known.pin.epoch is None):
+            if group.poolable and (known is None or known[0].pin.epoch is None):
                 namespaces[index] = self._open(self.client, index)
         return self.client
 
@@ -98,35 +108,58 @@ class Attachment:
         """The engine's weights are new: :meth:`complete` opens every namespace anew. From any thread."""
         self._opened = (self._opened[0] + 1, {})
 
-    def _open(self, client: PoolClient, index: int) -> PoolNamespace:
+    def _open(self, client: PoolClient, index: int) -> Namespaces:
         assert self._region is not None
         group = self._layout.groups[index]
-        opened = client.namespace(
-            group.fingerprint,
-            block_bytes=self._layout.block_bytes(index),
-            block_tokens=group.block_tokens,
-            hash_bytes=self._layout.hash_bytes,
-            shard=self._rank,
-            shard_count=self._layout.shard_count,
-        )
-        if index not in self._views:
-            own = self._engine_memory
+        opened: list[PoolNamespace] = []
+        for shard in self._layout.shards(self._rank):
+            namespace = client.namespace(
+                group.fingerprint,
+                block_bytes=self._layout.shard_bytes(index),
+                block_tokens=group.block_tokens,
+                hash_bytes=self._layout.hash_bytes,
+                shard=shard,
+                shard_count=self._layout.shard_count,
+            )
+            if opened:  # an epoch that began in between is not these weights' either
+                if namespace.pin.epoch is not None:
+                    opened[0].pin.learn(namespace.pin.epoch)
+                namespace = replace(namespace, pin=opened[0].pin)
+            opened.append(namespace)
+        self._find_blocks(self._region, index, opened[0])
+        return tuple(opened)
+
+    def _find_blocks(self, region: Region, index: int, namespace: PoolNamespace) -> None:
+        own, each = self._engine_memory, self._layout.shards_per_rank
+        if index in self._views or index in self._shards:
+            return
+        if each == 1:
             table = own.tables[index] if own is not None else self._layout.descriptors(index)
-            self._views[index] = self._region.view(opened, table)
-        return opened
+            self._views[index] = region.view(namespace, table)
+        elif own is not None:
+            self._shards[index] = own.shards[index]
+        else:
+            self._shards[index] = tuple(self._layout.shard_pieces(index, shard) for shard in range(each))
 
-    def namespace(self, group: int, generation: int | None = None) -> PoolNamespace | None:
-        """None while it was never opened, for a group that is not pooled, and when ``generation`` is not of now."""
+    def namespaces(self, group: int, generation: int | None = None) -> Namespaces:
+        """One for each of the rank's shards. None of them while they were never opened, for a group that is not pooled,
+        and when ``generation`` is not of now."""
         now, namespaces = self._opened
-        return namespaces.get(group) if generation in (None, now) else None
+        return namespaces.get(group, ()) if generation in (None, now) else ()
 
-    def any_namespace(self) -> PoolNamespace | None:
-        return next(iter(self._opened[1].values()), None)
+    def any_namespaces(self) -> Namespaces:
+        """Those of some group; none while no group's were opened."""
+        return next(iter(self._opened[1].values()), ())
 
-    def rows(self, chunk: Chunk) -> BlockView:
-        """The engine's blocks that a chunk names; its group's namespace is open."""
+    def rows(self, chunk: Chunk, index: int, namespace: PoolNamespace) -> BlockView:
+        """The engine's blocks that a chunk names, as far as they are of the rank's ``index``-th shard, which is
+        ``namespace``'s."""
         ids = np.array(chunk.blocks.block_ids[chunk.start : chunk.stop], np.int64)
-        return self._views[chunk.blocks.group][ids].coming_after(chunk.after)
+        group = chunk.blocks.group
+        if self._layout.shards_per_rank == 1:
+            return self._views[group][ids].coming_after(chunk.after)
+        assert self._region is not None
+        return self._region.view(namespace, self._shards[group][index].rows(ids)).coming_after(chunk.after)
 
     def mark(self) -> Event | None:
         """What the engine's stream has queued by now, in the calling thread; None for memory of the host.
@@ -137,9 +170,11 @@ class Attachment:
         return runtime_of(own.device[0].memory).mark() if own is not None and own.device else None
 
     def layer_ends(self, group: int) -> tuple[int, ...]:
-        """Where each layer's pages end in a block of the group; one end for all where that is not known."""
+        """Where each layer's pages end in a pool block of the group; one end for all where that is not known."""
         own = self._engine_memory
-        return own.layer_ends[group] if own is not None and own.layer_ends else self._layout.layer_ends(group)
+        if own is None or not own.layer_ends:
+            return self._layout.layer_ends(group)
+        return tuple(end // self._layout.shards_per_rank for end in own.layer_ends[group])
 
     def close(self) -> None:
         """Unregister the memory, which stays the caller's, and close the client. No call may be under way."""

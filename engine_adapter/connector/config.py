@@ -19,6 +19,7 @@ class PoolConfig(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layered_loads: LoadPolicy = "never"  #: beside the forward pass; auto: where what was measured says that it pays
     load_deadline_ms: int = 5_000  #: a load ends by then: what is not there is computed
     lookup_deadline_ms: int = 200  #: a lookup that has no answer by then is a miss
+    kv_shards: int = 0  #: shards of heads that a block is cut into, over all ranks; 0: one a rank
     store: bool = True
     layered_stores: bool = False  #: beside the forward pass: layers go as they are written
     store_decode: bool = True  #: also blocks that hold generated tokens

@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvstrata.engine_adapter.connector.kv_shards import shards_per_rank
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.cache.kv_cache_spec import (
@@ -36,13 +37,21 @@ PART_CHARACTERS_MAX: Final = 200
 
 
 def make_layout(
-    kv_config: KVCacheConfig, *, model_identity: str, hasher: BlockHasher, tensor_parallel: int, kv_dtype: str
+    kv_config: KVCacheConfig,
+    *,
+    model_identity: str,
+    hasher: BlockHasher,
+    tensor_parallel: int,
+    kv_dtype: str,
+    kv_shards: int = 0,
 ) -> PoolLayout:
     """How this engine's KV memory maps to blocks of the pool; the same on every rank.
 
     ``model_identity`` names all that decides the KV of a token but what is in ``kv_config``: weights, revision,
-    arithmetic. Raises :class:`InvalidArgument` when blocks cannot be named by the hasher's hashes, or when one
-    buffer cannot hold the groups.
+    arithmetic. ``kv_shards``: into how many shards of heads blocks are cut, over all ranks; 0: one a rank. Engines of
+    different ``tensor_parallel`` and equal ``kv_shards`` have equal fingerprints. Raises :class:`InvalidArgument` when
+    blocks cannot be named by the hasher's hashes, when one buffer cannot hold the groups, and when heads cannot be
+    cut so.
     """
     if tensor_parallel < 1:
         raise InvalidArgument(f"tensor_parallel is {tensor_parallel}: expected at least 1")
@@ -55,10 +64,13 @@ def make_layout(
     parts = _parts([group.spec for group in kv_config.groups])
     if kv_config.page_size_bytes % parts:
         raise InvalidArgument(f"a page of {kv_config.page_size_bytes} bytes has no equal K and V halves")
+    pooled = [group.spec for group in kv_config.groups if poolable(group.spec)]
+    heads = [spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 0 for spec in pooled]
+    each = shards_per_rank(kv_shards, tensor_parallel, heads)
     groups = tuple(
         GroupLayout(
             fingerprint=group_fingerprint(
-                group,
+                KVCacheGroup(group.layers, _of_one_shard(group.spec, each)),
                 index=index,
                 groups=len(kv_config.groups),
                 model_identity=model_identity,
@@ -81,14 +93,16 @@ def make_layout(
         hash_block_tokens=hasher.block_tokens,
         hash_bytes=hasher.hash_bytes,
         aligned_tokens=kv_config.aligned_tokens,
-        shard_count=tensor_parallel,
+        shard_count=tensor_parallel * each,
+        shards_per_rank=each,
     )
 
 
 def group_fingerprint(
     group: KVCacheGroup, *, index: int, groups: int, model_identity: str, hash_scheme: str, kv_dtype: str
 ) -> str:
-    """At most 1024 characters that are equal exactly when the group's bytes are interchangeable (but the rank)."""
+    """At most 1024 characters that are equal exactly when the group's bytes are interchangeable (but the shard).
+    ``group``: with the heads of one shard."""
     return fingerprint_text(
         ("model", model_identity),
         ("kv", kv_dtype),
@@ -116,6 +130,13 @@ def poolable(spec: KVCacheSpec) -> bool:
     blocks before the chunk that a prefix would need.
     """
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, MLASpec)
+
+
+def _of_one_shard(spec: KVCacheSpec, shards: int) -> KVCacheSpec:
+    """What a rank's spec would be if it had one of its ``shards`` alone."""
+    if shards == 1 or not poolable(spec) or not isinstance(spec, FullAttentionSpec):
+        return spec
+    return msgspec.structs.replace(spec, num_kv_heads=spec.num_kv_heads // shards)
 
 
 def _parts(specs: Sequence[KVCacheSpec]) -> Literal[1, 2]:

@@ -7,10 +7,14 @@
     a tensor, MLA:                  latent of all block ids
 
     pool block of group g, id b:    for each layer slot i of g:  K page of b in tensor i, V page of b in tensor i
+
+    a page of K or V:               [tokens, heads, head size]
+    cut by heads, shard s of b:     for each layer slot, K and V:  for each token its heads of s
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +24,14 @@ import numpy.typing as npt
 
 from kvstrata.transfer.gpu.memory import Buffer
 
+Pieces = npt.NDArray[np.int64]
+
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache group. ``window_tokens`` 0: a hit needs every block of the prefix; otherwise only those that
     hold the last ``window_tokens - 1`` tokens before the first one to compute. ``poolable`` False: never stored
-    (a state or an encoder's KV that a prefix does not determine). ``block_bytes`` of one pool block on one rank; 0:
-    ``layers`` pages, as above."""
+    (a state or an encoder's KV that a prefix does not determine). ``block_bytes`` of one block on one rank, all of its
+    shards; 0: ``layers`` pages, as above."""
 
     fingerprint: str  #: the namespace group of :meth:`kvstrata.client.Client.namespace`
     block_tokens: int
@@ -35,12 +41,49 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPieces:
+    """Where the pieces of a block lie, each of which moves by the same bytes from one block id to the next.
+
+    ``offsets`` of block 0's pieces, ``strides`` from block to block, ``lengths``: int64 [pieces], in bytes. A table of
+    all blocks would be larger than what it says: pieces of one token's heads are some hundred bytes.
+    """
+
+    offsets: Pieces
+    strides: Pieces
+    lengths: Pieces
+
+    def rows(self, block_ids: Pieces) -> Pieces:
+        """(byte offset, length) of every piece of these blocks, int64 [n, pieces, 2]."""
+        table = np.empty((len(block_ids), len(self.offsets), 2), np.int64)
+        table[:, :, 0] = self.offsets + block_ids[:, None] * self.strides
+        table[:, :, 1] = self.lengths
+        return table
+
+    def moved(self, by: int) -> BlockPieces:
+        """The same, ``by`` bytes further."""
+        return BlockPieces(self.offsets + by, self.strides, self.lengths)
+
+    @classmethod
+    def joined(cls, parts: Sequence[BlockPieces]) -> BlockPieces:
+        """All of them, one after the other, in as few pieces: neighbours that touch in every block are one."""
+        offsets = np.concatenate([part.offsets for part in parts])
+        strides = np.concatenate([part.strides for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        apart = (offsets[1:] != offsets[:-1] + lengths[:-1]) | (strides[1:] != strides[:-1])
+        starts = np.flatnonzero(np.concatenate(([True], apart)))
+        return cls(offsets[starts], strides[starts], np.add.reduceat(lengths, starts))
+
+
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """All of an engine's groups over one set of tensors. The same for every rank but the bytes' content.
 
     ``hash_block_tokens`` divides every group's ``block_tokens``; the hash of a group's block is the request's
-    hash at its last hash block. ``aligned_tokens``: hits are multiples of it. ``shard_count`` shards,
-    each held alike by ``replicas`` ranks that follow each other.
+    hash at its last hash block. ``aligned_tokens``: hits are multiples of it.
+
+    ``shard_count``: pool blocks that one block of the engine is, over all ranks. A rank holds ``shards_per_rank`` of
+    them that follow each other, cut by heads where that is more than one; each is held alike by ``replicas`` ranks
+    that follow each other.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -52,12 +95,22 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     hash_bytes: int
     aligned_tokens: int
     shard_count: int = 1
+    shards_per_rank: int = 1
     replicas: int = 1
+
+    @property
+    def distinct_ranks(self) -> int:
+        """Ranks whose KV differs: those that hold the same shards count once."""
+        return self.shard_count // self.shards_per_rank
 
     @property
     def ranks(self) -> int:
         """How many report each job."""
-        return self.shard_count * self.replicas
+        return self.distinct_ranks * self.replicas
+
+    def shards(self, rank: int) -> range:
+        """Shards that a rank, of ``distinct_ranks``, holds."""
+        return range(rank * self.shards_per_rank, (rank + 1) * self.shards_per_rank)
 
     @property
     def memory_bytes(self) -> int:
@@ -65,17 +118,32 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_tensors * self.num_blocks * self.page_bytes
 
     def block_bytes(self, group: int) -> int:
-        """Bytes of one pool block of the group, on one rank."""
+        """Bytes of one block of the group on one rank, all of its shards."""
         return self.groups[group].block_bytes or self.groups[group].layers * self.page_bytes
+
+    def shard_bytes(self, group: int) -> int:
+        """Bytes of one pool block of the group."""
+        return self.block_bytes(group) // self.shards_per_rank
 
     def layer_ends(self, group: int) -> tuple[int, ...]:
         """Where each layer's pages end in a pool block of the group, in bytes."""
         if self.groups[group].block_bytes:
-            return (self.groups[group].block_bytes,) * self.groups[group].layers
-        return tuple((layer + 1) * self.page_bytes for layer in range(self.groups[group].layers))
+            return (self.shard_bytes(group),) * self.groups[group].layers
+        page = self.page_bytes // self.shards_per_rank
+        return tuple((layer + 1) * page for layer in range(self.groups[group].layers))
 
-    def descriptors(self, group: int) -> npt.NDArray[np.int64]:
-        """(byte offset, length) of every piece of every block id, int64 [num_blocks, layers * parts, 2]."""
+    def shard_pieces(self, group: int, index: int) -> BlockPieces:
+        """Where the ``index``-th shard of a rank lies: a piece is the heads of one token, in K or in V of a layer."""
+        tokens, part = self.groups[group].block_tokens, self.page_bytes // self.parts
+        token = part // tokens
+        heads = token // self.shards_per_rank
+        pages = np.arange(self.groups[group].layers * self.parts, dtype=np.int64) * (self.num_blocks * part)
+        places = np.arange(tokens, dtype=np.int64) * token + index * heads
+        offsets = (pages[:, None] + places[None, :]).reshape(-1)
+        return BlockPieces(offsets, np.full_like(offsets, part), np.full_like(offsets, heads))
+
+    def descriptors(self, group: int) -> Pieces:
+        """(byte offset, length) of every piece of every block id on a rank, int64 [num_blocks, layers * parts, 2]."""
         part = self.page_bytes // self.parts
         pieces = np.arange(self.groups[group].layers * self.parts, dtype=np.int64) * (self.num_blocks * part)
         table = np.empty((self.num_blocks, len(pieces), 2), np.int64)
@@ -92,14 +160,15 @@ class EngineMemory:
     and ``device`` has the allocations, of one device; offsets count from the first. ``tables``: one a group, (byte
     offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group not pooled.
     ``owner`` keeps the memory alive. ``layer_ends``: for each group where each layer's pages end in a
-    block; () where that is not known.
+    block; () where that is not known. ``shards``: for each group the rank's shards of a block, where there are several.
     """
 
     bytes: npt.NDArray[np.uint8]
-    tables: tuple[npt.NDArray[np.int64], ...]
+    tables: tuple[Pieces, ...]
     owner: object = None
     layer_ends: tuple[tuple[int, ...], ...] = ()
     device: tuple[Buffer, ...] = ()
+    shards: tuple[tuple[BlockPieces, ...], ...] = ()
 
     @property
     def registered(self) -> npt.NDArray[np.uint8] | tuple[Buffer, ...]:

@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.client.fanout import Fanout
 from kvstrata.client.namespace import PoolNamespace
-from kvstrata.client.results import Lookup
-from kvstrata.engine_adapter.connector.attachment import Attachment
+from kvstrata.client.results import Lookup, reasons_of
+from kvstrata.engine_adapter.connector.attachment import Attachment, Namespaces
 from kvstrata.engine_adapter.connector.base import PoolState
 from kvstrata.engine_adapter.connector.chunks import Chunk
 from kvstrata.engine_adapter.connector.layered import LayeredLoad
@@ -24,6 +25,7 @@ from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import EngineMemory, PoolLayout
 from kvstrata.engine_adapter.connector.pool_client import PoolClient
 from kvstrata.engine_adapter.connector.readiness import Readiness, Verdict
+from kvstrata.engine_adapter.connector.shards import LandedShards, worst
 from kvstrata.proto.errors import (
     Closed,
     FingerprintMismatch,
@@ -43,9 +45,13 @@ log = get_logger(__name__)
 
 PROBE_PERIOD_S: Final = 0.1
 CLOSE_S: Final = 1.0
+#: Threads that call at a time: of loads, of stores, of a store beside a step, and the probe's.
+CALLERS: Final = 8
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint8]
+#: A call for one of the rank's shards, by its place among them.
+ShardCall = Callable[[PoolClient, PoolNamespace, int], Codes]
 
 #: Refusals that concern every block of this engine, not one job's.
 _ALL_REFUSED: Final = (FingerprintMismatch, VersionMismatch, Unauthenticated, Forbidden, Closed)
@@ -55,6 +61,7 @@ class Pool:
     """Thread-safe. ``memory`` u8[layout.memory_bytes], zeroed, is registered and the engine's to use; or it is
     ``engine_memory``, registered.
 
+    Where the rank has several shards of a block, each is a call, all at once, and a row is what its worst shard is.
     ``connect`` makes the client, see :class:`Attachment`. ``transfer_s``: what one call may take.
     """
 
@@ -75,6 +82,8 @@ class Pool:
         self._readiness = Readiness()
         self._attachment = Attachment(layout, rank, connect, engine_memory)
         self.memory: Bytes = self._attachment.memory
+        # One thread each, so that none waits for another and all of a call have the same deadline.
+        self._fanout = Fanout(max(1, (layout.shards_per_rank - 1) * CALLERS), "connector-shard")
         self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
         self._closed = False
         self._superseded = False
@@ -111,7 +120,12 @@ class Pool:
         ABORTED where ``generation`` is not that of now: the job is of older weights. ``layers`` hears of layers.
         ``pending`` gets what may still write to rows that are PENDING, or whose status hides that they are.
         """
-        return self._transfer("load", salt, chunk, generation, partial(self._load, pending, layers))
+        landed = None
+        if layers is not None:
+            landed = LandedShards(self.layout.shards_per_rank, layers.landed).landed
+        return self._transfer(
+            "load", salt, chunk, generation, partial(self._load, salt, chunk, pending, layers, landed)
+        )
 
     def layer_ends(self, group: int) -> tuple[int, ...]:
         """Where each layer's pages end in a block of the group, in bytes."""
@@ -122,7 +136,7 @@ class Pool:
     ) -> Codes:
         """Statuses u8[rows]; where STORED or ALREADY_PRESENT, the pool has the block. ABORTED, and ``pending``, as for
         :meth:`load`. ``writing``: the rows are still being written; ABORTED where that takes too long."""
-        return self._transfer("store", salt, chunk, generation, partial(self._store, pending, writing))
+        return self._transfer("store", salt, chunk, generation, partial(self._store, salt, chunk, pending, writing))
 
     def mark(self) -> Event | None:
         """See :meth:`Attachment.mark`."""
@@ -141,11 +155,11 @@ class Pool:
     def lookup(self, salt: str, group: int, hashes: bytes, request: str = "") -> Lookup | None:
         """What the directory says; None when it could not be asked. ``request``: the name of who asks."""
         generation = self.generation
-        client, namespace = self._attachment.client, self._attachment.namespace(group, generation)
-        if self.state is PoolState.ABSENT or client is None or namespace is None:
+        client, namespaces = self._attachment.client, self._attachment.namespaces(group, generation)
+        if self.state is PoolState.ABSENT or client is None or not namespaces:
             return None
         try:
-            found = client.lookup(namespace, salt, hashes, request=request)
+            found = client.lookup(namespaces[0], salt, hashes, request=request)  # it answers for all shards
         except KVError as error:
             self._refused("lookup", group, error, generation)
             return None
@@ -157,29 +171,23 @@ class Pool:
     def prefetch(self, salt: str, group: int, hashes: bytes) -> None:
         """Make a coming load cheaper, in the background. Nobody waits for it."""
         generation = self.generation
-        client, namespace = self._attachment.client, self._attachment.namespace(group, generation)
-        if self.state is PoolState.ABSENT or client is None or namespace is None or not hashes:
+        client, namespaces = self._attachment.client, self._attachment.namespaces(group, generation)
+        if self.state is PoolState.ABSENT or client is None or not hashes:
             return
         try:
-            client.prefetch(namespace, salt, hashes)
+            for namespace in namespaces:
+                client.prefetch(namespace, salt, hashes)
         except KVError as error:
             self._refused("prefetch", group, error, generation)
 
-    def _transfer(
-        self,
-        what: str,
-        salt: str,
-        chunk: Chunk,
-        generation: int,
-        call: Callable[[PoolClient, PoolNamespace, str, Chunk], Codes],
-    ) -> Codes:
-        client, namespace = self._attachment.client, self._attachment.namespace(chunk.blocks.group, generation)
+    def _transfer(self, what: str, salt: str, chunk: Chunk, generation: int, call: ShardCall) -> Codes:
+        client, namespaces = self._attachment.client, self._attachment.namespaces(chunk.blocks.group, generation)
         if generation != self.generation:
             return np.full(chunk.stop - chunk.start, BlockStatus.ABORTED, np.uint8)
-        if client is None or namespace is None:
+        if client is None or not namespaces:
             return np.full(chunk.stop - chunk.start, BlockStatus.NODE_LOST, np.uint8)
         try:
-            status = call(client, namespace, salt, chunk)
+            status = self._all_shards(client, namespaces, call)
         except KVError as error:
             self._refused(what, chunk.blocks.group, error, generation)
             return np.full(chunk.stop - chunk.start, BlockStatus.REFUSED, np.uint8)
@@ -191,35 +199,43 @@ class Pool:
         self._ended(verdict, f"a transfer of {len(status)} blocks was {verdict.name.lower()}")
         return status
 
+    def _all_shards(self, client: PoolClient, namespaces: Namespaces, call: ShardCall) -> Codes:
+        """The call for each shard. Returns, or raises what one of them raised, when all have ended."""
+        calls = [partial(call, client, namespace, index) for index, namespace in enumerate(namespaces)]
+        return worst(self._fanout.run(calls))
+
     def _load(
         self,
-        pending: list[Landing],
-        layers: LayeredLoad | None,
-        client: PoolClient,
-        namespace: PoolNamespace,
         salt: str,
         chunk: Chunk,
+        pending: list[Landing],
+        layers: LayeredLoad | None,
+        landed: Callable[[int, npt.NDArray[np.bool_]], None] | None,
+        client: PoolClient,
+        namespace: PoolNamespace,
+        index: int,
     ) -> Codes:
-        hashes, rows = chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk)
+        hashes, rows = chunk.hashes(namespace.hash_bytes), self._attachment.rows(chunk, index, namespace)
         if layers is None:
             result = client.load(namespace, salt, hashes, rows)
         else:
-            result = client.load(namespace, salt, hashes, rows, parts=layers.ranges.ends, landed=layers.landed)
+            result = client.load(namespace, salt, hashes, rows, parts=layers.ranges.ends, landed=landed)
         pending.extend(result.pending)
         return result.status
 
     def _store(
         self,
+        salt: str,
+        chunk: Chunk,
         pending: list[Landing],
         writing: LayeredStore | None,
         client: PoolClient,
         namespace: PoolNamespace,
-        salt: str,
-        chunk: Chunk,
+        index: int,
     ) -> Codes:
         width = namespace.hash_bytes
         first = chunk.blocks.first_index + chunk.start
-        rows, parent = self._attachment.rows(chunk), chunk.parent(width) or None
+        rows, parent = self._attachment.rows(chunk, index, namespace), chunk.parent(width) or None
         if writing is None:
             result = client.store(namespace, salt, chunk.hashes(width), rows, parent, first)
         else:
@@ -288,21 +304,25 @@ class Pool:
         except ForbiddenSalt as error:  # of a namespace: nothing of this engine's can be pooled
             return f"{type(error).__name__}: {error}"
         salt, wanted, group = self._last
-        namespace = self._attachment.namespace(group) or self._attachment.any_namespace()
-        if namespace is None:
+        namespaces = self._attachment.namespaces(group) or self._attachment.any_namespaces()
+        if not namespaces:
             return "no group of this engine's KV cache can be pooled"
-        found = client.lookup(namespace, salt, wanted)
+        found = client.lookup(namespaces[0], salt, wanted)
         if not found.answered:
             return f"no master answers: {_text(found.reasons)}"
-        return self._probe_data(client, namespace, salt, wanted) if self._readiness.data_late else ""
+        return self._probe_data(client, namespaces, salt, wanted) if self._readiness.data_late else ""
 
-    def _probe_data(self, client: PoolClient, namespace: PoolNamespace, salt: str, wanted: bytes) -> str:
-        region = client.register(np.zeros(namespace.block_bytes, np.uint8))
+    def _probe_data(self, client: PoolClient, namespaces: Namespaces, salt: str, wanted: bytes) -> str:
+        region = client.register(np.zeros(len(namespaces) * namespaces[0].block_bytes, np.uint8))
+
+        def load(client: PoolClient, namespace: PoolNamespace, index: int) -> Codes:
+            return client.load(namespace, salt, wanted, region.rows(namespace)[index : index + 1]).status
+
         try:
-            result = client.load(namespace, salt, wanted, region.rows(namespace))
+            status = self._all_shards(client, namespaces, load)
         finally:
             client.unregister(region)
-        return "" if verdict_of(result.status) is Verdict.ANSWERED else f"one block: {_text(result.reasons)}"
+        return "" if verdict_of(status) is Verdict.ANSWERED else f"one block: {_text(reasons_of(status))}"
 
     # ------------------------------------------------------------------ life
 
@@ -326,6 +346,7 @@ class Pool:
         with self._lock:
             self._closed = True
         self._loop.stop(CLOSE_S)
+        self._fanout.close()
         self._attachment.close()
 
 

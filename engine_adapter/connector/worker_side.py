@@ -321,7 +321,7 @@ def make_worker_side(
     name: str = "",
     engine_memory: EngineMemory | None = None,
 ) -> PoolWorkerSide:
-    """The worker side of ``rank`` (its shard of ``layout.shard_count``). A pool that is down is no error.
+    """The worker side of ``rank`` (its shards, see :meth:`PoolLayout.shards`). A pool that is down is no error.
 
     ``endpoint``: where rank 0 answers lookups (``ipc://PATH``). ``name``: shown in the pool's health. Raises
     :class:`InvalidArgument` for a configuration that names no pool, and for an endpoint that cannot be bound.

@@ -80,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("tensor_parallel", self.tensor_parallel, 1, 64),
             ("threads", self.threads, 1, 1024),
             ("max_model_len", self.model.max_model_len, 0, 1 << 24),
+            ("kv_shards", self.pool.kv_shards, 0, 1024),
             ("load_deadline_ms", self.pool.load_deadline_ms, 1, 3_600_000),
             ("lookup_deadline_ms", self.pool.lookup_deadline_ms, 1, 60_000),
             ("store_pending_blocks_max", self.pool.store_pending_blocks_max, 0, 1 << 31),

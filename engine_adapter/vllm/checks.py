@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvstrata.engine_adapter.vllm.layout import CacheConfig, poolable
+from kvstrata.engine_adapter.vllm.layout import CacheConfig, poolable, rank_shards
 from kvstrata.proto.errors import InvalidArgument
 
 #: Hash algorithms that give equal bytes in every process, and the width of their hashes.
@@ -44,13 +44,23 @@ class Findings:
 
 
 def check_start(
-    cache: CacheSettings, parallel: ParallelSettings, kv: CacheConfig, *, failure_policy: str, loads: bool
+    cache: CacheSettings,
+    parallel: ParallelSettings,
+    kv: CacheConfig,
+    *,
+    failure_policy: str,
+    loads: bool,
+    kv_shards: int = 0,
 ) -> Findings:
     """Look at everything, so that one start names all that is to be changed."""
     found = Findings()
     _check_hashes(cache, found)
     _check_parallel(parallel, found)
     _check_groups(kv, found)
+    try:
+        rank_shards(kv, parallel.tensor_parallel_size, kv_shards)
+    except InvalidArgument as error:
+        found.refused.append(str(error))
     if loads and failure_policy != "recompute":
         found.warnings.append(
             f"kv_load_failure_policy is {failure_policy!r}: a request ends in an error when the pool loses a block "

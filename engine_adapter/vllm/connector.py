@@ -29,7 +29,7 @@ from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
 from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity
-from kvstrata.engine_adapter.vllm.layout import make_layout, poolable
+from kvstrata.engine_adapter.vllm.layout import kv_heads, make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
 from kvstrata.engine_adapter.vllm.resetting import reset_cache
@@ -112,6 +112,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self._kv_cache_config,
             failure_policy=config.kv_transfer_config.kv_load_failure_policy,
             loads=self._kv_transfer_config.is_kv_consumer,
+            kv_shards=self.settings.kv_shards,
         )
         found.raise_refused()
         for warning in found.warnings if warn else ():
@@ -194,14 +195,16 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         groups = self._kv_cache_config.kv_cache_groups
         kept = [poolable(group.kv_cache_spec) for group in groups]
         names = [group.layer_names for group in groups]
-        memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks)
+        heads = {name: count for group in groups for name, count in kv_heads(group).items()}
+        each = self._layout().shards_per_rank
+        memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks, each, heads)
         block_bytes = [int(table[0, :, 1].sum()) for table in memory.tables]
         layout, rank = self._layout(block_bytes), _tensor_parallel_rank()
-        shard, replica = divmod(rank, layout.replicas)
+        distinct, replica = divmod(rank, layout.replicas)
         side = make_worker_side(
             layout,
             self._pool_config,
-            rank=shard,
+            rank=distinct,
             endpoint=self._endpoint() if rank == 0 else "",
             name=f"vllm-{self._kv_transfer_config.engine_id}",
             engine_memory=memory,
@@ -253,6 +256,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self._identity(),
             hash_bytes=HASH_BYTES[algorithm],
             tensor_parallel=config.parallel_config.tensor_parallel_size,
+            kv_shards=self.settings.kv_shards,
             block_bytes=tuple(block_bytes),
         )
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvstrata.engine_adapter.connector.fingerprint import fingerprint_text
+from kvstrata.engine_adapter.connector.kv_shards import shards_per_rank
 from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.vllm.identity import Identity
+from kvstrata.proto.errors import InvalidArgument
 
 #: Raise it when the order of the bytes in a pool block changes (see geometry.py).
 PAGES_VERSION = 1
@@ -64,25 +66,60 @@ def window_tokens(spec: Spec) -> int:
     return max(getattr(each, "sliding_window", 0) + getattr(each, "extra_retained_tokens", 0) for each in specs)
 
 
+def kv_heads(group: Group) -> dict[str, int]:
+    """KV heads that a rank has of each layer of a group; 0 where KV has no heads that could be told apart."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    specs = specs if isinstance(specs, dict) else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    return {name: _heads(specs[name]) for name in group.layer_names}
+
+
+def _heads(spec: Spec) -> int:
+    heads: int = getattr(spec, "num_kv_heads", 0)
+    apart = "MLA" not in type(spec).__name__ and getattr(spec, "num_head_slots", None) in (None, heads)
+    return heads if apart else 0
+
+
+def rank_shards(config: CacheConfig, tensor_parallel: int, kv_shards: int) -> int:
+    """Shards that a rank cuts the heads of a block into, for ``kv_shards`` over all ranks (0: one a rank).
+
+    Raises :class:`InvalidArgument`, with what to choose instead, where they cannot be cut so.
+    """
+    replicas = max(1, getattr(config, "kv_tp_replicas", 1))
+    if replicas > 1 and kv_shards:
+        raise InvalidArgument(
+            f"kv_shards is {kv_shards}, and {replicas} ranks each hold the same KV (MLA's), which is stored once and "
+            "shared by engines of any tensor-parallel size: leave kv_shards out"
+        )
+    pooled = [group for group in config.kv_cache_groups if poolable(group.kv_cache_spec)]
+    heads = {count for group in pooled for count in kv_heads(group).values()}
+    each = shards_per_rank(kv_shards, tensor_parallel // replicas, sorted(heads))
+    if any(group.kv_cache_spec.page_size_bytes % each for group in pooled):
+        raise InvalidArgument(f"kv_shards is {kv_shards}: pages have parts that are no heads': leave kv_shards out")
+    return each
+
+
 def make_layout(
     config: CacheConfig,
     identity: Identity,
     *,
     hash_bytes: int,
     tensor_parallel: int,
+    kv_shards: int = 0,
     block_bytes: Sequence[int] = (),
 ) -> PoolLayout:
     """The same for the scheduler and all ranks, but for ``block_bytes``, which a rank knows of its tensors (one entry
     a group) and the scheduler takes from the specs. KV that ranks hold alike, as vLLM counts it (of MLA, in 0.32), is
-    one shard, so that engines of several sizes share it."""
+    one shard, so that engines of several sizes share it; other KV they share with equal ``kv_shards``, see
+    :func:`rank_shards`, which raises."""
     groups = config.kv_cache_groups
     replicas = max(1, getattr(config, "kv_tp_replicas", 1))
-    shards = tensor_parallel // replicas
+    each = rank_shards(config, tensor_parallel, kv_shards)
+    shards = tensor_parallel // replicas * each
     hash_block_tokens = config.hash_block_size or math.gcd(*(group.kv_cache_spec.block_size for group in groups))
     return PoolLayout(
         groups=tuple(
             GroupLayout(
-                fingerprint=_fingerprint(config, index, identity, shards),
+                fingerprint=_fingerprint(config, index, identity, shards, each),
                 block_tokens=group.kv_cache_spec.block_size,
                 layers=len(group.layer_names),
                 window_tokens=window_tokens(group.kv_cache_spec),
@@ -99,6 +136,7 @@ def make_layout(
         hash_bytes=hash_bytes,
         aligned_tokens=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
         shard_count=shards,
+        shards_per_rank=each,
         replicas=replicas,
     )
 
@@ -110,9 +148,12 @@ def _block_bytes(group: Group) -> int:
     return len(group.layer_names) * group.kv_cache_spec.page_size_bytes
 
 
-def _fingerprint(config: CacheConfig, index: int, identity: Identity, shards: int) -> str:
+def _fingerprint(config: CacheConfig, index: int, identity: Identity, shards: int, each: int) -> str:
+    """``each`` of ``shards`` on a rank. What it says of a page is of one shard's, so that it is equal for engines that
+    have one a rank."""
     group = config.kv_cache_groups[index]
     spec = group.kv_cache_spec
+    page_bytes = spec.page_size_bytes // each
     kinds = "+".join(sorted({type(each).__name__ for each in layer_specs(spec)}))
     return fingerprint_text(
         ("model", identity.model),
@@ -120,7 +161,7 @@ def _fingerprint(config: CacheConfig, index: int, identity: Identity, shards: in
         ("pages", f"vllm/{PAGES_VERSION} {config.kv_cache_layout}"),
         ("hash", identity.hashes),
         ("group", f"{index} of {len(config.kv_cache_groups)}"),
-        ("spec", f"{kinds}({spec.block_size} tokens, {spec.page_size_bytes} bytes, window {window_tokens(spec)})"),
+        ("spec", f"{kinds}({spec.block_size} tokens, {page_bytes} bytes, window {window_tokens(spec)})"),
         ("shards", str(shards)),
         ("layers", ",".join(group.layer_names)),
     )

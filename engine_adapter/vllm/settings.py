@@ -30,7 +30,10 @@ class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``token``: the same in place, where everybody who sees the settings may have it.
 
     ``namespace``: replaces what is derived of the model's name and weights, for engines that are known to share KV;
-    the rest of the fingerprint (types, layout, block size, hashes, ranks) stays.
+    the rest of the fingerprint (types, layout, block size, hashes, shards) stays.
+
+    ``kv_shards``: shards of heads that a block is cut into, over all ranks, so that engines of different
+    tensor-parallel size share it; 0: one a rank.
 
     ``load_policy``: ``auto`` loads what is faster to load than to compute. ``load_deadline_ms``: a load ends by then,
     and what is not there is computed; also what a store may take. ``lookup_deadline_ms``: a lookup without an answer
@@ -45,6 +48,7 @@ class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True
     transport: str = "auto"
     verify: Literal["always", "sample", "never"] = "sample"
     namespace: str = ""
+    kv_shards: Annotated[int, msgspec.Meta(ge=0)] = 0
     load_policy: LoadPolicy = "auto"
     load_deadline_ms: Milliseconds = 5_000
     lookup_deadline_ms: Milliseconds = 200
@@ -64,6 +68,7 @@ class Settings(PoolAccess, frozen=True, kw_only=True, forbid_unknown_fields=True
             tls_key=self.tls_key,
             transport=self.transport,
             verify=self.verify,
+            kv_shards=self.kv_shards,
             load_policy=self.load_policy if loads else "never",
             load_deadline_ms=self.load_deadline_ms,
             lookup_deadline_ms=self.lookup_deadline_ms,

@@ -130,6 +130,7 @@ def _shape(config: EngineConfig, model: LlamaConfig, tokenizer: Tokenizer, ident
         hasher=BlockHasher(config.cache.block_size, config.cache.hash_algorithm),
         tensor_parallel=config.tensor_parallel,
         kv_dtype=config.model.kv_dtype,
+        kv_shards=config.pool.kv_shards,
     )
     eos_token_id = tokenizer.eos_token_id
     if eos_token_id is None and model.eos_token_ids:

@@ -62,7 +62,8 @@ class StoreCall:
 
 @dataclass
 class ScriptedClient:
-    """``answers``: hash -> status instead of the truth. ``everything``: status of every block of every call.
+    """``answers``: hash -> status instead of the truth; ``of_shard``: the same of one shard's blocks.
+    ``everything``: status of every block of every call.
 
     ``fails``: raised by every call that names blocks; ``refuses``: by ``namespace``. ``reached`` False: no master.
     ``epoch``: the weight epoch that namespaces are pinned to; one of another epoch finds nothing and may not store.
@@ -70,6 +71,7 @@ class ScriptedClient:
 
     blocks: dict[tuple[str, int, str, bytes], bytes] = field(default_factory=dict)
     answers: dict[bytes, BlockStatus] = field(default_factory=dict)
+    of_shard: dict[tuple[int, bytes], BlockStatus] = field(default_factory=dict)
     everything: BlockStatus | None = None
     fails: Exception | None = None
     refuses: KVError | None = None
@@ -155,7 +157,8 @@ class ScriptedClient:
         for row, name in enumerate(split_hashes(hashes, namespace.hash_bytes)):
             data = self.blocks.get((namespace.group, namespace.shard, cache_salt, name))
             absent = data is None or namespace.epoch != self.epoch
-            code = self._answer(name, BlockStatus.MISSING if absent else BlockStatus.LOADED)
+            truth = BlockStatus.MISSING if absent else BlockStatus.LOADED
+            code = self.of_shard.get((namespace.shard, name), self._answer(name, truth))
             if code is BlockStatus.LOADED and data is not None:
                 _put(blocks, row, data)
             status.append(code)
@@ -184,7 +187,7 @@ class ScriptedClient:
             raise FingerprintMismatch(f"the group is at weight epoch {self.epoch}, and this handle is of another")
         status = []
         for row, name in enumerate(split_hashes(hashes, namespace.hash_bytes)):
-            code = self._answer(name, BlockStatus.STORED)
+            code = self.of_shard.get((namespace.shard, name), self._answer(name, BlockStatus.STORED))
             if code is BlockStatus.STORED:
                 self.blocks[(namespace.group, namespace.shard, cache_salt, name)] = _get(blocks, row)
             status.append(code)
@@ -220,18 +223,21 @@ WINDOW = GroupLayout(fingerprint="model/window", block_tokens=8, layers=1, windo
 STATE = GroupLayout(fingerprint="model/state", block_tokens=4, layers=1, poolable=False)
 
 
-def layout(*groups: GroupLayout, num_blocks: int = 64, shard_count: int = 1) -> PoolLayout:
+def layout(
+    *groups: GroupLayout, num_blocks: int = 64, shard_count: int = 1, shards_per_rank: int = 1, page_bytes: int = 64
+) -> PoolLayout:
     groups = groups or (FULL,)
     return PoolLayout(
         groups=groups,
         num_blocks=num_blocks,
         num_tensors=max(group.layers for group in groups),
-        page_bytes=64,
+        page_bytes=page_bytes,
         parts=2,
         hash_block_tokens=4,
         hash_bytes=WIDTH,
         aligned_tokens=8,
         shard_count=shard_count,
+        shards_per_rank=shards_per_rank,
     )
 
 
@@ -282,13 +288,16 @@ class Engine:
         *groups: GroupLayout,
         connect: Callable[[], ScriptedClient] | None = None,
         chunk_blocks: int = 1000,
+        plan: PoolLayout | None = None,
+        rank: int = 0,
         **config: object,
     ) -> None:
         self.client, self.clock = client, Clock()
-        self.layout = layout(*groups)
+        self.layout = plan or layout(*groups)
         self.side = PoolWorkerSide(
             self.layout,
             PoolConfig(masters="unused:1", **{"load_deadline_ms": 10_000, **config}),  # type: ignore[arg-type]
+            rank=rank,
             connect=connect or (lambda: client),
             clock=self.clock,
             chunk_bytes=chunk_blocks * self.layout.block_bytes(0),

@@ -15,6 +15,8 @@ from kvstrata.engine_adapter.connector.base import BlockIds
 class FullAttentionSpec:
     block_size: int = 16
     page_size_bytes: int = 128
+    num_kv_heads: int = 2
+    num_head_slots: int | None = None
 
 
 @dataclass

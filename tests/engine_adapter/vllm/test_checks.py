@@ -22,10 +22,16 @@ def check(
     kv: KVCacheConfig | None = None,
     failure_policy: str = "recompute",
     loads: bool = True,
+    kv_shards: int = 0,
 ) -> Findings:
     kv = kv or KVCacheConfig([CacheGroup(["a"], FullAttentionSpec())])
     return check_start(
-        cache or CacheSettings(), parallel or ParallelSettings(), kv, failure_policy=failure_policy, loads=loads
+        cache or CacheSettings(),
+        parallel or ParallelSettings(),
+        kv,
+        failure_policy=failure_policy,
+        loads=loads,
+        kv_shards=kv_shards,
     )
 
 
@@ -72,3 +78,9 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_a_failed_load_that_ends_a_request_is_warned_of() -> None:
     assert "recompute" in check(failure_policy="fail").warnings[0]
     assert not check(failure_policy="fail", loads=False).warnings
+
+
+def test_shards_that_heads_cannot_be_cut_into_are_refused_with_the_rest() -> None:
+    found = check(CacheSettings(enable_prefix_caching=False), ParallelSettings(tensor_parallel_size=2), kv_shards=3)
+    assert ["--enable-prefix-caching" in found.refused[0], "kv_shards is 3" in found.refused[1]] == [True, True]
+    assert not check(parallel=ParallelSettings(tensor_parallel_size=2), kv_shards=4).refused

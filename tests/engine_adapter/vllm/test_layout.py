@@ -8,7 +8,8 @@ import pytest
 
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity, model_identity, weights_digest
-from kvstrata.engine_adapter.vllm.layout import make_layout
+from kvstrata.engine_adapter.vllm.layout import kv_heads, make_layout
+from kvstrata.proto.errors import InvalidArgument
 from tests.engine_adapter.vllm.stand_ins import (
     CacheGroup,
     Drafts,
@@ -25,10 +26,15 @@ IDENTITY = Identity(model="m", kv="float32/auto/cpu", hashes="vllm 0.32/sha256_c
 
 
 def layout_of(
-    *groups: CacheGroup, identity: Identity = IDENTITY, kv_layout: str = "LBHNC", ranks: int = 2, replicas: int = 1
+    *groups: CacheGroup,
+    identity: Identity = IDENTITY,
+    kv_layout: str = "LBHNC",
+    ranks: int = 2,
+    replicas: int = 1,
+    kv_shards: int = 0,
 ) -> PoolLayout:
     config = KVCacheConfig(list(groups), kv_cache_layout=kv_layout, kv_tp_replicas=replicas)
-    return make_layout(config, identity, hash_bytes=32, tensor_parallel=ranks)
+    return make_layout(config, identity, hash_bytes=32, tensor_parallel=ranks, kv_shards=kv_shards)
 
 
 def test_one_group() -> None:
@@ -141,3 +147,51 @@ def test_a_model_that_drafts_counts_where_its_kv_is_in_the_blocks(tmp_path: Path
     assert engine_identity(model, Drafts(model), "auto") == alone, "layers of the model's own files"
     both = {engine_identity(model, Drafts(drafter), "auto") for drafter in (one, other)}
     assert len(both | {alone}) == 3
+
+
+def spec_of(heads: int, **more: int) -> FullAttentionSpec:
+    return FullAttentionSpec(page_size_bytes=64 * heads, num_kv_heads=heads, **more)
+
+
+def test_engines_of_every_size_with_equal_shards_share_blocks() -> None:
+    plans = {
+        ranks: layout_of(CacheGroup(["a", "b"], spec_of(8 // ranks)), ranks=ranks, kv_shards=8)
+        for ranks in (1, 2, 4, 8)
+    }
+    without = layout_of(CacheGroup(["a", "b"], spec_of(1)), ranks=8)
+    for ranks, plan in plans.items():
+        assert (plan.shard_count, plan.shards_per_rank, plan.ranks) == (8, 8 // ranks, ranks)
+        assert plan.groups[0].fingerprint == without.groups[0].fingerprint, "what was stored without it is of no use"
+        assert plan.shard_bytes(0) == without.block_bytes(0) == 128
+    assert layout_of(CacheGroup(["a", "b"], spec_of(8)), ranks=1).groups[0].fingerprint != without.groups[0].fingerprint
+
+
+def test_shards_of_layers_that_differ_in_heads() -> None:
+    specs = {"a": spec_of(4), "b": spec_of(2)}
+    assert kv_heads(CacheGroup(["a", "b"], UniformTypeKVCacheSpecs(specs))) == {"a": 4, "b": 2}
+    plan = layout_of(CacheGroup(["a", "b"], UniformTypeKVCacheSpecs(specs)), ranks=2, kv_shards=4)
+    assert (plan.shard_bytes(0), plan.shards_per_rank) == (3 * 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "replicas", "kv_shards", "expected"),
+    [
+        (CacheGroup(["a"], spec_of(2)), 2, 1, 3, "a multiple of the tensor-parallel size"),
+        (CacheGroup(["a"], spec_of(1)), 8, 1, 16, "the 1 KV heads of a rank cannot be cut into 2"),
+        (CacheGroup(["a"], MLAAttentionSpec(num_kv_heads=1)), 1, 1, 2, "MLA.*leave kv_shards out"),
+        (CacheGroup(["a"], MLAAttentionSpec(num_kv_heads=1)), 2, 2, 2, "each hold the same KV.*leave kv_shards out"),
+        (CacheGroup(["a"], spec_of(4, num_head_slots=8)), 1, 1, 2, "without heads of its own"),
+        (
+            CacheGroup(["a"], FullAttentionSpec(page_size_bytes=129, num_kv_heads=2)),
+            1,
+            1,
+            2,
+            "parts that are no heads'",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_cut_are_refused(
+    group: CacheGroup, ranks: int, replicas: int, kv_shards: int, expected: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=expected):
+        layout_of(group, ranks=ranks, replicas=replicas, kv_shards=kv_shards)

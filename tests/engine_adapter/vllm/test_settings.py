@@ -27,7 +27,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{"load_policy": "often"}, {"load_deadline_ms": 0}, {"save_decode_cache": "yes"}, {"masters": 7400}]
+    "extra",
+    [
+        {"load_policy": "often"},
+        {"load_deadline_ms": 0},
+        {"save_decode_cache": "yes"},
+        {"masters": 7400},
+        {"kv_shards": -1},
+    ],
 )
 def test_a_wrong_value_is_refused_by_its_key(extra: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(extra))):
@@ -51,3 +58,8 @@ def test_weights_that_never_change_end_nothing() -> None:
     assert read_settings({"fixed_weights": True}).fixed_weights
     with pytest.raises(InvalidArgument, match="reset_external and fixed_weights"):
         read_settings({"reset_external": True, "fixed_weights": True})
+
+
+def test_shards_are_the_cores_too() -> None:
+    settings = read_settings({"kv_shards": 8})
+    assert settings.kv_shards == settings.pool_config(stores=True, loads=True).kv_shards == 8
