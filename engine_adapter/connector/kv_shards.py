@@ -41,8 +41,8 @@ def shards_per_rank(kv_shards: int, ranks: int, heads: Iterable[int]) -> int:
             )
         if count % each:
             raise InvalidArgument(
-                f"kv_shards is {kv_shards}: {ranks} ranks of {count} KV heads each cannot be cut into so many shards "
-                f"of whole heads: choose a multiple of {ranks} that divides {ranks * count}, or leave kv_shards out"
+                f"kv_shards is {kv_shards}: the {count} KV heads of a rank cannot be cut into {each} shards: choose a "
+                f"multiple of {ranks} that divides {ranks * count}, or leave kv_shards out"
             )
     if each > SHARDS_PER_RANK_MAX:
         raise InvalidArgument(

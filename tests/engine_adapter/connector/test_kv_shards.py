@@ -149,9 +149,9 @@ def test_without_it_nothing_is_other_than_before() -> None:
     [
         (3, 2, [4], "kv_shards is 3: expected a multiple of the tensor-parallel size, which is 2: choose the largest"),
         (2, 4, [1], "expected a multiple of the tensor-parallel size, which is 4"),
-        (8, 2, [2], "2 ranks of 2 KV heads each cannot be cut .* a multiple of 2 that divides 4"),
-        (8, 4, [1], "4 ranks of 1 KV heads each"),  # fewer heads than ranks: several ranks have the same one
-        (4, 2, [4, 3], "2 ranks of 3 KV heads"),
+        (8, 2, [2], "the 2 KV heads of a rank cannot be cut into 4 shards: choose a multiple of 2 that divides 4"),
+        (8, 4, [1], "the 1 KV heads of a rank"),  # fewer heads than ranks: several ranks have the same one
+        (4, 2, [4, 3], "the 3 KV heads of a rank"),
         (4, 2, [0], "MLA.*leave kv_shards out"),
         (64, 1, [64], f"at most {SHARDS_PER_RANK_MAX} for each of 1 ranks"),
     ],

@@ -122,6 +122,27 @@ def test_tokens_before_heads_and_heads_before_tokens_differ() -> None:
     assert found[0] != found[1] and sorted(found[0]) == sorted(found[1])
 
 
+@pytest.mark.parametrize("order", ["BHNC", "BNHC", "HBNC"])
+def test_shards_of_one_rank_are_what_ranks_with_their_heads_alone_would_store(order: str) -> None:
+    """[blocks, heads, tokens, channels], as vLLM gives it, in several orders of memory."""
+    shape, size = (BLOCKS, HEADS, TOKENS, CHANNELS), BLOCKS * HEADS * TOKENS * CHANNELS
+    content = np.random.default_rng(3).integers(0, 1 << 16, (LAYERS, *shape), np.uint16).view(np.float16)
+    space_of = space(LAYERS * size * 2 // BLOCKS // HEADS)
+    with staged(chunk_bytes=1 << 14, nbytes=1 << 20) as world:
+        tensors = [allocate(world.device, list(shape), ["BHNC".index(axis) for axis in order]) for _ in range(LAYERS)]
+        for tensor, layer in zip(tensors, content, strict=True):
+            tensor.shadow[...] = layer
+        layers = {f"layer{i}": tensor for i, tensor in enumerate(tensors)}
+        memory = engine_memory([list(layers)], [True], layers, BLOCKS, HEADS, dict.fromkeys(layers, HEADS))
+        keys, ids = names(BLOCKS), np.arange(BLOCKS)
+        for head, pieces in enumerate(memory.shards[0]):
+            view = region_of(memory).view(space_of, pieces.rows(ids))
+            assert set(world.push(space_of, b"".join(keys), view).status.tolist()) == {BlockStatus.STORED}
+            for block, key in enumerate(keys):
+                assert world.node.blocks[key] == content[:, block, head].tobytes()
+            world.node.blocks.clear()
+
+
 @pytest.fixture
 def device() -> Iterator[FakeDevice]:
     with fake_device(1 << 20) as device:
