@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from kvstrata.engine_adapter.vllm.capability import check_methods
+
 SAMPLES: Final = 16
 SAMPLE_BYTES: Final = 4096
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
@@ -45,26 +47,36 @@ class ModelConfig(Protocol):
     hf_config: HfConfig
 
 
+class LoadConfig(Protocol):
+    load_format: str
+
+
 class Drafts(Protocol):
     """What is read of ``SpeculativeConfig``."""
 
     draft_model_config: ModelConfig | None
+    draft_load_config: LoadConfig | None
 
     def uses_draft_kv_cache(self) -> bool: ...
 
 
 def engine_identity(model: ModelConfig, drafts: Drafts | None, load_format: str, namespace: str = "") -> str:
-    """Of the model, and of the one that drafts for it where its KV is in the same blocks. Layers that draft from the
-    model's own files are in the list of layers, by their names."""
+    """Of the model, and of the one that drafts for it where its KV is in the same blocks, also where that is the model
+    by name: it may be another revision of it, quantized, or loaded in another way. Raises :class:`InvalidArgument` for
+    a vLLM that does not tell."""
     text = model_identity(model, load_format, namespace)
-    drafter = drafts.draft_model_config if drafts is not None and drafts.uses_draft_kv_cache() else None
-    if drafter is None or drafter.model == model.model:
+    if drafts is None:
         return text
-    return f"{text} drafts {model_identity(drafter, load_format, namespace)}"
+    check_methods(drafts, ("draft_model_config", "draft_load_config", "uses_draft_kv_cache"), "speculative config")
+    drafter = drafts.draft_model_config
+    if drafter is None or not drafts.uses_draft_kv_cache():
+        return text
+    loaded = drafts.draft_load_config.load_format if drafts.draft_load_config is not None else load_format
+    return f"{text} drafts {model_identity(drafter, loaded, namespace)}"
 
 
 def model_identity(model: ModelConfig, load_format: str, namespace: str = "") -> str:
-    """``namespace``, where it is set, stands for name and weights."""
+    """``namespace``, where it is set, stands for name and weights, of a model that drafts too."""
     settings = f"{model.quantization or 'none'}/{_digest(_config_text(model.hf_config))}"
     if namespace:
         return f"{namespace} {settings}"

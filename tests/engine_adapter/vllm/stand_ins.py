@@ -95,10 +95,16 @@ class ModelConfig:
 
 
 @dataclass
+class LoadConfig:
+    load_format: str
+
+
+@dataclass
 class Drafts:
     """``vllm.config.SpeculativeConfig``, as far as it is read."""
 
     draft_model_config: ModelConfig | None
+    draft_load_config: LoadConfig | None = None
     has_kv: bool = True
 
     def uses_draft_kv_cache(self) -> bool:

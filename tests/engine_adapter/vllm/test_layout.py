@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ from tests.engine_adapter.vllm.stand_ins import (
     FullAttentionSpec,
     HfConfig,
     KVCacheConfig,
+    LoadConfig,
     MLAAttentionSpec,
     ModelConfig,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+
+@dataclass
+class OlderDrafts:
+    """``SpeculativeConfig`` of a vLLM that has less."""
+
+    draft_model_config: ModelConfig | None
+
 
 IDENTITY = Identity(model="m", kv="float32/auto/cpu", hashes="vllm 0.32/sha256_cbor")
 
@@ -144,9 +154,28 @@ def test_a_model_that_drafts_counts_where_its_kv_is_in_the_blocks(tmp_path: Path
     alone = engine_identity(model, None, "auto")
     assert alone == model_identity(model, "auto")
     assert engine_identity(model, Drafts(one, has_kv=False), "auto") == alone, "it looks words up, say"
-    assert engine_identity(model, Drafts(model), "auto") == alone, "layers of the model's own files"
     both = {engine_identity(model, Drafts(drafter), "auto") for drafter in (one, other)}
     assert len(both | {alone}) == 3
+
+
+def test_a_model_that_drafts_for_itself_may_be_another_by_revision_quantization_and_how_it_is_loaded() -> None:
+    model = ModelConfig("org/model", revision="r1")
+    drafts = [
+        Drafts(model),
+        Drafts(ModelConfig("org/model", revision="r2")),
+        Drafts(ModelConfig("org/model", revision="r1", quantization="fp8")),
+        Drafts(model, LoadConfig("dummy")),
+    ]
+    found = [engine_identity(model, each, "auto") for each in drafts]
+    assert len({*found, engine_identity(model, None, "auto")}) == 5
+    assert engine_identity(model, Drafts(model, LoadConfig("safetensors")), "auto") == found[0]
+    named = [engine_identity(model, each, "auto", "ours") for each in drafts[:2]]
+    assert named[0] == named[1], "the namespace stands for both models"
+
+
+def test_a_vllm_that_does_not_tell_where_drafts_have_their_kv_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="speculative config has no draft_load_config, uses_draft_kv_cache"):
+        engine_identity(ModelConfig("org/model"), OlderDrafts(None), "auto")  # type: ignore[arg-type]
 
 
 def spec_of(heads: int, **more: int) -> FullAttentionSpec:
