@@ -27,6 +27,7 @@ from kvstrata.proto.errors import (
     Unavailable,
     from_code,
 )
+from kvstrata.transfer.cores import usable_cores
 from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Silence, Silent
 from kvstrata.transfer.identity import Identity, parse_address
 from kvstrata.transfer.security.tickets import TicketSource, check_answer, greeting_of, prove
@@ -62,7 +63,7 @@ class Connection:
         self.hello = pb.HelloOk()
         self.silence_s = silence_s
         self.broken = False
-        self.spins = (os.cpu_count() or 1) > 1 and not stream.passes_fds  # spinning reads take no descriptors
+        self.spins = usable_cores() > 1 and not stream.passes_fds  # spinning reads take no descriptors
         self.tickets: TicketSource | None = None  #: what is proved here; None where nothing is asked for
         self.ticket: pb.Ticket | None = None  #: the one that was proved last
         self.greeting = b""  #: both hellos: what is proved is about them

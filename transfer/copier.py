@@ -9,11 +9,8 @@ threshold, so that they cost more CPU time than the whole: they pay only where b
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
@@ -22,49 +19,14 @@ import numpy.typing as npt
 
 from kvstrata.transfer.grids import Grid
 from kvstrata.transfer.regions import BlockView
+from kvstrata.transfer.two_threads import run_both, worth_it
 
 Int64s = npt.NDArray[np.int64]
 
 #: Below this, handing half of the work to another thread costs more than it saves.
 SPLIT_BYTES: Final = 4 << 20
-#: Two threads that run at once work so many seconds a second at least.
-AT_ONCE: Final = 1.4
-#: Where the second one got no core of its own, so many copies at most go by between two attempts.
-ALONE_MAX: Final = 15
 
-
-class SecondCore:
-    """Whether there is a core for a second thread: what the last copies that had one say.
-
-    Other processes may want all cores, as clients that load at the same time do. Used by many threads without a lock:
-    a count that is lost is one attempt more or less.
-    """
-
-    def __init__(self) -> None:
-        self._vain = 0  #: copies that the last attempt in vain kept from being split
-        self._alone = 0
-
-    def free(self) -> bool:
-        """To be asked once a copy."""
-        if len(os.sched_getaffinity(0)) < 2:
-            return False
-        if self._alone:
-            self._alone -= 1
-            return False
-        return True
-
-    def tried(self, worked_s: float, took_s: float) -> None:
-        """Two threads took so long for a copy, and ran for so long of it, both together."""
-        if worked_s >= AT_ONCE * took_s:
-            self._vain = 0
-        else:
-            self._vain = min(2 * self._vain + 1, ALONE_MAX)
-            self._alone = self._vain
-
-
-_second_core = SecondCore()
 _memmove = ctypes.memmove
-_helper: tuple[int, ThreadPoolExecutor] | None = None
 
 
 def merge_runs(target: Int64s, source: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
@@ -83,7 +45,7 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
     """
     target, source, length = merge_runs(target, source, length)
     total = int(length.sum())
-    whole = total < SPLIT_BYTES or not _second_core.free()
+    whole = total < SPLIT_BYTES or not worth_it()
     grid = Grid.found_in(target, source, length)
     if grid is not None:
         _copy_grid(grid, whole or len(grid.target) < 2)
@@ -92,7 +54,7 @@ def copy(target: Int64s, source: Int64s, length: Int64s) -> None:
         _copy_each(target, source, length)
         return
     first, second = halves(target, source, length, total // 2)
-    _copy_both(partial(_copy_each, *first), partial(_copy_each, *second))
+    run_both(partial(_copy_each, *first), partial(_copy_each, *second))
 
 
 def _copy_grid(grid: Grid, whole: bool) -> None:
@@ -100,32 +62,7 @@ def _copy_grid(grid: Grid, whole: bool) -> None:
         grid.copy()
         return
     first, second = grid.halves()
-    _copy_both(first.copy, second.copy)
-
-
-def _copy_both(mine: Callable[[], None], others: Callable[[], None]) -> None:
-    """Both ended when it returns or raises: no byte lands after that."""
-    start = time.perf_counter()
-    other = _submit(partial(_timed, others))
-    try:
-        worked_s = _timed(mine)
-    except BaseException:
-        if not other.cancel():
-            other.exception()
-        raise
-    if other.cancel():  # the other thread has not come to it yet
-        others()
-        _second_core.tried(0.0, 1.0)
-    else:
-        worked_s += other.result()
-        _second_core.tried(worked_s, time.perf_counter() - start)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    """CPU seconds of this thread."""
-    start = time.thread_time()
-    work()
-    return time.thread_time() - start
+    run_both(first.copy, second.copy)
 
 
 def _copy_each(target: Int64s, source: Int64s, length: Int64s) -> None:
@@ -147,13 +84,6 @@ def halves(
     tail[1][0] += inside
     tail[2][0] -= inside
     return head, tail
-
-
-def _submit(work: Callable[[], float]) -> Future[float]:
-    global _helper
-    if _helper is None or _helper[0] != os.getpid():
-        _helper = (os.getpid(), ThreadPoolExecutor(2, thread_name_prefix="kvstrata-copy"))
-    return _helper[1].submit(work)
 
 
 def copy_one(target: int, source: int, length: int) -> None:

@@ -7,7 +7,6 @@ Every block is verified: nothing else vouches for bytes that crossed a network.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,6 +25,7 @@ from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import RangeChecksums, block_checksum, checksums, digests
 from kvstrata.transfer.connection import Connection, expect
+from kvstrata.transfer.cores import usable_cores
 from kvstrata.transfer.grants import Granted
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.link import NodeLink, settle, undecided
@@ -40,7 +40,7 @@ PART_BYTES: Final = 16 << 20
 RECEIVE_BYTES: Final = 256 << 10
 #: Neighbouring blocks are sent as one buffer of at most this.
 SEND_BYTES: Final = 1 << 30
-SOCKETS: Final = max(1, min(4, os.cpu_count() or 1))
+SOCKETS: Final = min(4, usable_cores())
 
 _LOADED = int(BlockStatus.LOADED)
 _RESERVED = int(BlockStatus.RESERVED)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstrata.proto.errors import InvalidArgument, Unavailable
 from kvstrata.storage.serving.pieces import FEW_BYTES, Row
 from kvstrata.transfer.copier import halves, merge_runs
+from kvstrata.transfer.cores import usable_cores
 
 Int64s = npt.NDArray[np.int64]
 
@@ -58,7 +59,7 @@ def read(pid: int, target: Int64s, source: Int64s, length: Int64s) -> None:
     """
     target, source, length = merge_runs(target, source, length)
     total = int(length.sum())
-    if total <= FEW_BYTES or (os.cpu_count() or 1) < 2:  # less is read before a thread has begun
+    if total <= FEW_BYTES or usable_cores() < 2:  # less is read before a thread has begun
         _read_each(pid, target, source, length)
         return
     first, second = halves(target, source, length, total // 2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -12,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.transfer import copier
-from kvstrata.transfer.copier import ALONE_MAX, SPLIT_BYTES, SecondCore, copy
+from kvstrata.transfer.copier import SPLIT_BYTES, copy
 from kvstrata.transfer.grids import Grid
+from kvstrata.transfer.two_threads import run_both
 
 
 def pieces_of(
@@ -72,99 +71,23 @@ def test_a_paged_layout_is_a_grid_and_what_is_none_is_not() -> None:
     assert Grid.found_in(-target, source, length) is None
 
 
-def test_no_byte_lands_after_a_copy_has_raised() -> None:
-    """One half fails while the other still copies: the memory is the caller's again only when both have ended."""
-    began, may_end, landed = threading.Event(), threading.Event(), []
-
-    def fails() -> None:
-        assert began.wait(10)
-        threading.Timer(0.05, may_end.set).start()
-        raise MemoryError
-
-    def copies() -> None:
-        began.set()
-        assert may_end.wait(10)
-        landed.append(True)
-
-    with pytest.raises(MemoryError):
-        copier._copy_both(fails, copies)
-    assert landed
-
-
-def attempts(core: SecondCore, copies: int, worked_s: float) -> list[bool]:
-    """Of so many copies, each of one second: which were split, if two threads then work so many seconds in it."""
-    split = []
-    for _ in range(copies):
-        split.append(core.free())
-        if split[-1]:
-            core.tried(worked_s, 1.0)
-    return split
-
-
-def test_a_second_thread_is_used_while_it_has_a_core_and_rarely_while_it_has_none() -> None:
-    core = SecondCore()
-    assert all(attempts(core, 10, 1.9))
-    split = attempts(core, 100, 1.0)  # two threads took turns on one core
-    assert [i for i, both in enumerate(split) if both] == [0, 2, 6, 14, 30, 46, 62, 78, 94]
-    assert attempts(core, ALONE_MAX + 1, 1.9).count(True) >= 1
-    assert all(attempts(core, 10, 1.9)), "it is used again at once when there is a core"
-
-
-def test_a_process_that_may_use_one_core_never_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
-    assert not any(attempts(SecondCore(), 10, 1.9))
-
-
 @pytest.mark.parametrize("layout", ["one run", "grid"])
-def test_a_big_copy_asks_for_a_second_core_and_says_how_it_went(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    core, submitted = SecondCore(), []
-    told: list[tuple[float, float]] = []
-    monkeypatch.setattr(copier, "_second_core", core)
-    monkeypatch.setattr(core, "tried", lambda *what: told.append(what))
-    submit = copier._submit
+def test_a_big_copy_is_split_where_that_is_worth_it(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    split = []
 
-    def counted(work: Callable[[], float]) -> Future[float]:
-        submitted.append(work)
-        return submit(work)
+    def counted(mine: Callable[[], None], others: Callable[[], None]) -> None:
+        split.append(mine)
+        run_both(mine, others)
 
-    monkeypatch.setattr(copier, "_submit", counted)
+    monkeypatch.setattr(copier, "run_both", counted)
     size = 8192 if layout == "grid" else SPLIT_BYTES // 64
     target, source, length = pieces_of(64, SPLIT_BYTES // 64 // size, size, 64, 3, False)
     origin = np.random.default_rng(1).integers(0, 256, SPLIT_BYTES, np.uint8)
     memory = np.zeros(int(target.max()) + size, np.uint8)
-    for free in (False, True):
-        monkeypatch.setattr(core, "free", lambda free=free: free)
+    for worth in (False, True):
+        monkeypatch.setattr(copier, "worth_it", lambda worth=worth: worth)
         memory[:] = 0
         copy(target + memory.ctypes.data, source + origin.ctypes.data, length)
         for to, start in zip(target, source, strict=True):
             assert np.array_equal(memory[to : to + size], origin[start : start + size])
-        assert len(submitted) == len(told) == int(free)
-    assert told[0][0] >= 0 and told[0][1] > 0
-
-
-class Never(Future[float]):
-    """Work that nobody begins."""
-
-    def result(self, timeout: float | None = None) -> float:
-        raise AssertionError("it was waited for")
-
-
-def test_what_the_second_thread_does_not_come_to_the_caller_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its core is wanted by others, or its pool is at other copies: nobody waits for it."""
-    never, told, done = Never(), list[tuple[float, float]](), []
-    core = SecondCore()
-    monkeypatch.setattr(core, "tried", lambda *what: told.append(what))
-    monkeypatch.setattr(copier, "_second_core", core)
-    monkeypatch.setattr(copier, "_submit", lambda work: never)
-    copier._copy_both(lambda: done.append("mine"), lambda: done.append("others"))
-    assert done == ["mine", "others"] and never.cancelled()
-    worked_s, took_s = told[0]
-    assert worked_s < copier.AT_ONCE * took_s, "it counts as one in vain"
-
-    def fails() -> None:
-        raise MemoryError
-
-    never = Never()
-    with pytest.raises(MemoryError):
-        copier._copy_both(fails, lambda: done.append("late"))
-    assert never.cancelled() and "late" not in done
+        assert len(split) == int(worth)
