@@ -10,16 +10,21 @@ import numpy.typing as npt
 import xxhash
 
 from kvstrata.transfer.base import Verify
+from kvstrata.transfer.compact import compact, in_small_pieces
 from kvstrata.transfer.regions import BlockView
 
 #: With ``verify="sample"``, one block in this many is hashed.
 SAMPLE_ONE_IN: Final = 32
+#: Bytes of blocks in small pieces that are put together at a time, to be hashed.
+COMPACTED_BYTES: Final = 4 << 20
 
 _digest = xxhash.xxh3_64_intdigest
 
 
 def block_checksum(blocks: BlockView, index: int) -> int:
     """xxh3_64 over the pieces of block ``index``, in order."""
+    if in_small_pieces(blocks):
+        return int(checksums(blocks[index : index + 1])[0])
     data = memoryview(blocks.region.bytes)  # type: ignore[arg-type]
     pieces = blocks.table[index]
     if len(pieces) == 1:
@@ -39,6 +44,9 @@ def digests(view: memoryview, block_bytes: int) -> list[int]:
 
 def checksums(blocks: BlockView) -> npt.NDArray[np.uint64]:
     """One checksum a block, u64[n]."""
+    if len(blocks) and in_small_pieces(blocks):
+        step = max(1, COMPACTED_BYTES // blocks.block_bytes)
+        return np.concatenate([checksums(compact(blocks[low : low + step])) for low in range(0, len(blocks), step)])
     data, digest = memoryview(blocks.region.bytes), _digest  # type: ignore[arg-type]
     # Flat lists: one a block would be a collector's business.
     starts, lengths = blocks.table[:, :, 0].ravel().tolist(), blocks.table[:, :, 1].ravel().tolist()
@@ -63,6 +71,7 @@ class RangeChecksums:
 
     def add(self, blocks: BlockView) -> None:
         """The next range of each block."""
+        blocks = compact(blocks)
         data, pieces = memoryview(blocks.region.bytes), range(blocks.pieces)  # type: ignore[arg-type]
         starts, lengths = blocks.table[:, :, 0].ravel().tolist(), blocks.table[:, :, 1].ravel().tolist()
         rows = zip(starts, lengths, strict=True)

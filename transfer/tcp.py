@@ -24,6 +24,7 @@ from kvstrata.proto.status import BlockStatus, HintKind
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.base import Endpoint, Fetch, Fetched, Lease, Mask, Named, Push, Pushed, StatusArray
 from kvstrata.transfer.checksums import RangeChecksums, block_checksum, checksums, digests
+from kvstrata.transfer.compact import blank, compact, in_small_pieces, scatter
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.cores import usable_cores
 from kvstrata.transfer.grants import Granted
@@ -131,7 +132,9 @@ class TcpPeer:
         self, connection: Connection, request: Fetch, blocks: BlockView, granted: Granted, good: npt.NDArray[np.bool_]
     ) -> None:
         tamper, wanted = self.tamper, granted.checksum.tolist()
-        views, ends = _views(blocks, RECEIVE_BYTES)
+        # Small pieces are filled from a copy, block by block, and not one by one from the socket.
+        into = blank(blocks) if in_small_pieces(blocks) else blocks
+        views, ends = _views(into, RECEIVE_BYTES)
 
         def filled(view: int) -> None:
             low, high = ends[view], ends[view + 1]
@@ -139,12 +142,14 @@ class TcpPeer:
                 return  # the block goes on in the next piece
             if tamper is not None:
                 for index in range(low, high):
-                    tamper(blocks, index)
+                    tamper(into, index)
             # At once: should the rest not come, this stands.
-            if blocks.pieces == 1:
+            if into.pieces == 1:
                 found = digests(views[view], blocks.block_bytes)
             else:
                 found = [block_checksum(blocks, low)]
+            if into is not blocks:
+                scatter(blocks[low:high], into[low:high])
             if found != wanted[low:high]:
                 wrong = [low + index for index, digest in enumerate(found) if digest != wanted[low + index]]
                 granted.status[granted.positions[wrong]] = BlockStatus.CORRUPT
@@ -204,7 +209,7 @@ class TcpPeer:
         if len(ranges) > 1:
             done = self._write_ranges(part, ranges, granted, reply.reservation)
         else:
-            blocks = part.blocks[granted]
+            blocks = compact(part.blocks[granted])
             message = pb.Write(reservation=reply.reservation, checksums=checksums(blocks).tobytes())
             done = self._write(blocks, message, request.deadline)
         ended = done.status or bytes((BlockStatus.ABORTED,)) * len(granted)
@@ -224,7 +229,7 @@ class TcpPeer:
                 if not part.written(index, part.deadline):
                     self.link.abort(reservation)
                     return pb.CommitOk()
-                blocks = whole[granted]
+                blocks = compact(whole[granted])
                 hashed.add(blocks)
                 message = pb.Write(reservation=reservation, at=at, nbytes=whole.block_bytes)
                 at += whole.block_bytes

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from kvstrata.transfer.checksums import block_checksum, checksums
+from kvstrata.transfer.compact import PIECE_BYTES_MIN
 from kvstrata.transfer.regions import BlockView, Region
 
 
@@ -23,7 +24,7 @@ def test_checksums_of_a_call_are_those_of_its_blocks(count: int, pieces: int) ->
     memory = Memory(4096)
     rng = np.random.default_rng(count)
     table = np.stack([rng.integers(0, 4000, (count, pieces)), rng.integers(1, 96, (count, pieces))], axis=2)
-    view = BlockView(cast(Region, memory), table, 0)
+    view = BlockView(cast(Region, memory), table, pieces * PIECE_BYTES_MIN)  # too large to be put together first
     found = checksums(view)
     assert found.dtype == np.uint64 and found.shape == (count,)
     for at in range(count):
