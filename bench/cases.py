@@ -11,6 +11,8 @@ from typing import Final
 SIZES: Final = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 BATCH: Final = 64
 LOOKUPS: Final = (1, 1_000, 10_000)
+#: The end of the note of what is measured cold.
+FIRST_LOADS: Final = "first loads"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Several clients at once, each a process: what they move together, and copies by as many processes beside it.
 
-Before each measurement all have done the same once, as rooflines have; but for ``first loads``, which are of clients
-that have just begun and have read none of the blocks before.
+Before each measurement all have done the same once, as rooflines have; but for ``first loads``. Those are of clients
+that were begun for them, have one transport, and have stored the blocks but loaded nothing, whatever it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import BATCH, Case, CpuWatch, Round, joined, measure
+from cases import BATCH, FIRST_LOADS, Case, CpuWatch, Round, joined, measure
 from rooflines import memcpy_round
 from suite_scale import Found, Group, Scale
 from transfer_pool import Missed, Pool, Way, pool
@@ -30,14 +31,15 @@ CALLS: Final = 16
 CALLS_MIN: Final = 2
 HELD: Final = 2
 FIRST: Final = "clients first"
+_begun = itertools.count()
 
 
-def client(pipe: Connection, master: str, number: int) -> None:
-    """The main of a :class:`transfer_shapes.Worker`."""
+def client(pipe: Connection, master: str, name: str, transports: tuple[str, ...], loads_first: bool) -> None:
+    """The main of a :class:`transfer_shapes.Worker`. ``name``: of no other client of that pool."""
     with contextlib.ExitStack() as stack:
         systems: dict[str, Callable[..., Round]] = {"memcpy": _copies, "memcpy+xxh3": _hashes}
-        for transport in TRANSPORTS:
-            way = Way(f"client-{number}-{transport}", master, transport, nbytes=SHAPE.nbytes)
+        for transport in transports:
+            way = Way(f"{name}-{transport}", master, transport, nbytes=SHAPE.nbytes, loads_first=loads_first)
             stack.callback(way.close)
             loads = stack.enter_context(way.held(SHAPE, HELD))
             systems[f"kvstrata-{transport}"] = partial(_moves, way, loads)
@@ -72,26 +74,37 @@ def wait_until(at: float) -> None:
 def clients_pool(scale: Scale, wanted: Callable[[str], bool]) -> Iterator[list[Group]]:
     """First loads, then groups of one, two and more clients; open until the end of the block."""
     counts = [count for count in scale.clients if wanted(f"clients {count}")]
-    most = max(scale.clients if wanted(FIRST) else counts)
-    bytes_held = (most * (len(TRANSPORTS) * HELD) + max(CALLS, CALLS_MIN * most) + 2) * SHAPE.nbytes
+    first, most = (max(scale.clients) if wanted(FIRST) else 0), max(counts, default=0)
+    calls_held = first * HELD + most * len(TRANSPORTS) * HELD
+    bytes_held = (calls_held + max(CALLS, CALLS_MIN * most) + 2) * SHAPE.nbytes
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(pool(f"{(bytes_held >> 20) * 5 // 4}MiB", "off"))
-        workers = []
-        for number in range(most):
-            workers.append(Worker(client, running.master, number))
-            stack.callback(workers[-1].close)
-        first = [_first(running, workers)] if wanted(FIRST) else []
-        yield [*first, *(_group(running, workers[:count]) for count in counts)]
+        workers = _begin(stack, running, most, TRANSPORTS, loads_first=True)
+        groups = [_first(running, first)] if first else []
+        yield [*groups, *(_group(running, workers[:count]) for count in counts)]
 
 
-def _first(running: Pool, workers: list[Worker]) -> Group:
-    case = Case("clients", "load", SHAPE.blocks, SHAPE.block_bytes, f"{_number(workers)}, first loads")
+def _begin(
+    stack: contextlib.ExitStack, running: Pool, count: int, transports: tuple[str, ...], *, loads_first: bool
+) -> list[Worker]:
+    """So many clients that run until the stack is left."""
+    workers = []
+    for _ in range(count):
+        workers.append(Worker(client, running.master, f"client-{next(_begun)}", transports, loads_first))
+        stack.callback(workers[-1].close)
+    return workers
 
-    def turn(system: str) -> Found:
-        return {case: _together(running, workers, system, "load", HELD)}
 
-    systems = [f"kvstrata-{transport}" for transport in TRANSPORTS]
-    return Group(FIRST, {system: partial(turn, system) for system in systems})
+def _first(running: Pool, count: int) -> Group:
+    """Each turn has clients of its own, also one that is a repeat: a client's second load is no first one."""
+
+    def turn(transport: str) -> Found:
+        with contextlib.ExitStack() as stack:
+            workers = _begin(stack, running, count, (transport,), loads_first=False)
+            case = Case("clients", "load", SHAPE.blocks, SHAPE.block_bytes, f"{_number(workers)}, {FIRST_LOADS}")
+            return {case: _together(running, workers, f"kvstrata-{transport}", "load", HELD)}
+
+    return Group(FIRST, {f"kvstrata-{transport}": partial(turn, transport) for transport in TRANSPORTS})
 
 
 def _group(running: Pool, workers: list[Worker]) -> Group:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
-from cases import Case, size_name
+from cases import FIRST_LOADS, Case, size_name
 from suite_budgets import BUDGETS, Verdict, judge, unit
 from suite_results import Results, Spread
 
@@ -167,11 +167,11 @@ def _lookups(results: Results) -> str:
 
 def _clients(results: Results) -> str:
     cases = sorted(results.cases("clients"), key=lambda case: (case.op, int(case.note.split()[0])))
-    rows = []
+    rows, warm = [], [case for case in cases if not case.note.endswith(FIRST_LOADS)]
     for case in cases:
-        alone = next(one for one in cases if one.op == case.op)
+        fewest = next((one for one in warm if one.op == case.op), None)
         for system in results.systems(case):
-            of_one = results.ratio(case, system, system, alone)
+            of_one = results.ratio(case, system, system, fewest) if fewest else None
             rows.append(
                 [
                     case.name,
@@ -185,7 +185,7 @@ def _clients(results: Results) -> str:
         "case",
         "system",
         "GB/s together",
-        f"to {cases[0].note if cases else ''}",
+        f"to {warm[0].note if warm else 'warm ones'}",
         *(f"CPU s/GiB, {role}" for role in ROLES),
     )
     return table(head, rows) if rows else ""

@@ -91,8 +91,9 @@ def _clients(results: Results) -> Any:
     found = results.cases("clients")
     if not found:
         return None
-    figure, grid = _figure(1, 2)
-    for column, op in enumerate(("load", "store")):
+    ops = [op for op in ("load", "store") if any(case.op == op for case in found)]  # first loads may be alone
+    figure, grid = _figure(1, len(ops))
+    for column, op in enumerate(ops):
         cases = sorted((case for case in found if case.op == op), key=lambda case: int(case.note.split()[0]))
         _bars(grid[0][column], results, cases, [case.note for case in cases], "gb_s")
         grid[0][column].set(

@@ -103,13 +103,16 @@ class Way:
         memory: str = "private",
         nbytes: int = BYTES_MAX,
         pids: Mapping[str, int] | None = None,
+        loads_first: bool = True,
     ) -> None:
-        """``nbytes``: the most that a call moves. ``pids``: whose CPU time counts beside this process', by role."""
+        """``nbytes``: the most that a call moves. ``pids``: whose CPU time counts beside this process', by role.
+        ``loads_first``: it has loaded once when this returns; otherwise it has only stored."""
         self.system = system
         self._nbytes = nbytes
         self._pids = pids
         self._client = Client(master, transport=transport, transfer_deadline_ms=20_000)
         self._count = 0
+        self._loads_first = loads_first
         self._bytes = random_bytes(nbytes)
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._client.close)
@@ -136,11 +139,14 @@ class Way:
         return self._client.register(private), private
 
     def _reach(self) -> str:
-        """Store and load until all is by the transport that was asked for; the transport in use, as health names it."""
+        """Store, and load, until all is by the transport that was asked for; the one in use, as health names it."""
         shape, until = Shape("first", 4, 64 << 10), time.monotonic() + OPEN_S
         while True:
             try:
-                self.rounds(shape, calls=1)
+                if self._loads_first:
+                    self.rounds(shape, calls=1)
+                else:
+                    self.stores(shape, 1, lambda: None)
             except Missed as error:
                 if time.monotonic() > until:
                     problems = self._client.health()["problems"]

@@ -188,6 +188,11 @@ def test_plots_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert [path.name for path in plot(results([1.0, 2.0], [3.0, 4.0]), tmp_path)] == ["blocks.svg"]
     assert plot(Results(), tmp_path) == []
+    first = Results()
+    first.add(
+        "kvstrata-shm", {Case("clients", "load", 64, 1 << 20, "8 clients, first loads"): Round([0.5], 1 << 20, 0.1)}
+    )
+    assert [path.name for path in plot(first, tmp_path)] == ["clients.svg"], "where they are all there is"
 
 
 def test_a_turn_that_missed_is_taken_again_and_counted() -> None:
