@@ -69,8 +69,8 @@ class AsyncClient:
         )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstrata-aio")
 
-    def register(self, buffer: Any) -> Region:
-        return self.sync.register(buffer)
+    def register(self, buffer: Any, *, staged: bool = False) -> Region:
+        return self.sync.register(buffer, staged=staged)
 
     def allocate(self, nbytes: int) -> Region:
         return self.sync.allocate(nbytes)

@@ -187,16 +187,18 @@ class Client:
         self._directory.open(opened, time.monotonic() + min(GREET_S, self._deadline_s))
         return opened
 
-    def register(self, buffer: Any) -> Region:
+    def register(self, buffer: Any, *, staged: bool = False) -> Region:
         """Name memory for transfers: anything contiguous with a buffer or an array interface; no copy.
 
         Arrays on a GPU (cupy, torch, numba, DLPack) too, and a list of them, on one GPU, as one region that spans
         them all. Loads into them and stores from them come after what the calling thread's current stream has queued
-        by then, and wait for it, not the stream for them. Raises :class:`InvalidArgument` for memory that cannot be
-        named, :class:`Unavailable`, with what to install, when nothing here reaches the GPU.
+        by then, and wait for it, not the stream for them. ``staged``: memory of a GPU goes by way of the host always,
+        over RDMA too; for memory whose pages are exchanged under its addresses, which a network card would not notice.
+        Raises :class:`InvalidArgument` for memory that cannot be named, :class:`Unavailable`, with what to install,
+        when nothing here reaches the GPU.
         """
         self._check_usable()
-        return self._memory.register(buffer)
+        return self._memory.register(buffer, staged=staged)
 
     def allocate(self, nbytes: int) -> Region:
         """New zeroed memory that a node on this host maps: the fastest source of stores. ``region.bytes`` is it."""

@@ -20,8 +20,9 @@ class RegisteredMemory:
         self._regions: dict[int, Region] = {}
         self._lock = threading.Lock()
 
-    def register(self, buffer: Any) -> Region:
+    def register(self, buffer: Any, *, staged: bool = False) -> Region:
         """Name a caller's memory, the host's or a device's; several allocations of one device as one region.
+        ``staged``: transports hear nothing of a device's, so that all of it goes by way of the host.
 
         Raises :class:`InvalidArgument` when it cannot be named, :class:`Unavailable` when nothing here reaches the
         device.
@@ -35,7 +36,8 @@ class RegisteredMemory:
             runtime.follow(stream)
         extents = [(each.address, each.nbytes) for each in found]
         owner = [each.owner for each in found]
-        return self._keep(Region.spanning(memory, extents, owner, writable=all(each.writable for each in found)))
+        region = Region.spanning(memory, extents, owner, writable=all(each.writable for each in found))
+        return self._keep(region, known_to_transports=not staged)
 
     def allocate(self, nbytes: int) -> Region:
         """New zeroed memory that a node on this host can map."""
@@ -88,10 +90,11 @@ class RegisteredMemory:
         for region in regions:
             region.close()
 
-    def _keep(self, region: Region) -> Region:
+    def _keep(self, region: Region, *, known_to_transports: bool = True) -> Region:
         with self._lock:
             self._regions[region.id] = region
-        self._choice.register(region)
+        if known_to_transports:
+            self._choice.register(region)
         return region
 
 

@@ -69,7 +69,7 @@ class Attachment:
                 if engine_memory is None:
                     self._region = client.allocate(layout.memory_bytes)  # a node on this host maps it
                 else:
-                    self._region = client.register(engine_memory.registered)
+                    self._region = client.register(engine_memory.registered, staged=engine_memory.staged)
             except BaseException:
                 client.close()
                 raise
@@ -86,7 +86,10 @@ class Attachment:
             client = self._connect()
             own = self._engine_memory
             try:
-                self._region = client.register(self.memory if own is None else own.registered)
+                if own is None:
+                    self._region = client.register(self.memory)
+                else:
+                    self._region = client.register(own.registered, staged=own.staged)
             except BaseException:
                 client.close()
                 raise

@@ -161,6 +161,7 @@ class EngineMemory:
     offset, length) of every piece of every block id, int64 [num_blocks, pieces, 2]; empty for a group not pooled.
     ``owner`` keeps the memory alive. ``layer_ends``: for each group where each layer's pages end in a
     block; () where that is not known. ``shards``: for each group the rank's shards of a block, where there are several.
+    ``staged``: on a device whose memory may be exchanged under its addresses, so that nobody else may be given them.
     """
 
     bytes: npt.NDArray[np.uint8]
@@ -169,6 +170,7 @@ class EngineMemory:
     layer_ends: tuple[tuple[int, ...], ...] = ()
     device: tuple[Buffer, ...] = ()
     shards: tuple[tuple[BlockPieces, ...], ...] = ()
+    staged: bool = False
 
     @property
     def registered(self) -> npt.NDArray[np.uint8] | tuple[Buffer, ...]:

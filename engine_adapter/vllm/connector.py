@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
 from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
-from kvstrata.engine_adapter.vllm.devices import check_devices, gpu_kind
+from kvstrata.engine_adapter.vllm.devices import check_devices, exchanges_memory, gpu_kind
 from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
@@ -198,6 +198,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         heads = {name: count for group in groups for name, count in kv_heads(group).items()}
         each = self._layout().shards_per_rank
         memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks, each, heads)
+        memory = replace(memory, staged=exchanges_memory(self._vllm_config.model_config))
         block_bytes = [int(table[0, :, 1].sum()) for table in memory.tables]
         layout, rank = self._layout(block_bytes), _tensor_parallel_rank()
         distinct, replica = divmod(rank, layout.replicas)

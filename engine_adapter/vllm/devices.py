@@ -36,6 +36,14 @@ def check_devices(kinds: Iterable[str]) -> None:
         )
 
 
+def exchanges_memory(model: object) -> bool:
+    """Whether vLLM may give the memory under its KV back, to sleep, and take other memory to the same addresses.
+
+    ``model``: its ``ModelConfig``; one of a vLLM that has no such settings does not.
+    """
+    return any(getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator"))
+
+
 def gpu_kind(platform: Platform, backend: object) -> str:
     """What, beside the layout that vLLM names, decides the order of bytes in a page, and how they were computed.
 

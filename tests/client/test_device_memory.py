@@ -16,9 +16,9 @@ import pytest
 from kvstrata.client import Client, PoolNamespace
 from kvstrata.client.aio import AsyncClient
 from kvstrata.proto.errors import Unavailable
-from kvstrata.transfer.base import Endpoint
+from kvstrata.transfer.base import Endpoint, Fetch, Push
 from kvstrata.transfer.gpu.runtime import Event
-from kvstrata.transfer.gpu.staging import StagedPeer
+from kvstrata.transfer.gpu.staging import StagedPeer, StagingOptions
 from kvstrata.transfer.regions import BlockView
 from tests.client.fake_pool import FakeChoice, FakeMaster, FakeNode, FakePeer, packed
 from tests.transfer.gpu.fake_device import FakeArray, FakeDevice, FakeStream, fake_device
@@ -207,3 +207,41 @@ def test_a_stream_that_cannot_be_marked_costs_the_blocks_and_shows(
     assert "cannot mark" in str(client.health()["problems"])
     assert client.store(ns, "", packed(COUNT), kv.blocks).stored.all()
     assert "cannot mark" not in str(client.health()["problems"])
+
+
+def test_memory_that_is_staged_is_named_to_no_transport_and_moves_by_way_of_the_host(
+    client: Client, device: FakeDevice, nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transports reach what they are told of, as rails do."""
+    told: set[int] = set()
+    direct: list[int] = []
+    monkeypatch.setattr(FakeChoice, "register", lambda _, region: told.add(region.id))
+    monkeypatch.setattr(FakePeer, "reaches_memory", lambda _, region: region.id in told, raising=False)
+    monkeypatch.setattr(client._choice.staging, "options", StagingOptions(direct_bytes=1))
+    for name in ("push", "fetch"):
+        monkeypatch.setattr(FakePeer, name, counting(direct, getattr(FakePeer, name)))
+    ns = opened(client)
+    rows = client.register(device.array(BYTES), staged=True).rows(ns)
+    assert client.store(ns, "", packed(COUNT), rows).stored.all() and at_nodes(nodes) == expected()
+    into = device.empty((COUNT, SIZE))
+    back = client.register(into, staged=True)
+    assert client.load(ns, "", packed(COUNT), back.rows(ns)).loaded.all()
+    assert (into.shadow == BYTES).all() and not direct
+    client.unregister(back)
+    plain = client.register(device.array(BYTES)).rows(ns)
+    assert plain.region.id in told and rows.region.id not in told
+    client.store(ns, "", packed(COUNT, 100), plain)
+    assert set(direct) == {plain.region.id}, "without it these go directly"
+
+
+def counting(direct: list[int], call: Callable[..., object]) -> Callable[..., object]:
+    """``direct`` gets the regions of a device that the transport itself is asked to move."""
+
+    def counted(peer: FakePeer, request: Fetch | Push) -> object:
+        region = request.blocks.region
+        if region.memory.on_host:
+            return call(peer, request)
+        direct.append(region.id)
+        raise Unavailable("no rails here")
+
+    return counted

@@ -22,6 +22,7 @@ from kvstrata.proto.errors import FingerprintMismatch, KVError
 from kvstrata.proto.keys import split_hashes
 from kvstrata.proto.status import BlockStatus
 from kvstrata.transfer.base import Landing
+from kvstrata.transfer.gpu.memory import Buffer
 from kvstrata.transfer.regions import BlockView, Region
 
 WIDTH = 16
@@ -90,6 +91,7 @@ class ScriptedClient:
     requests: list[str] = field(default_factory=list)
     prefetched: list[bytes] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
+    staged: list[bool] = field(default_factory=list)  #: of each region
     unregistered: list[Region] = field(default_factory=list)
     closed: bool = False
 
@@ -107,7 +109,12 @@ class ScriptedClient:
     def allocate(self, nbytes: int) -> Region:
         return self.register(np.zeros(nbytes, np.uint8))
 
-    def register(self, buffer: npt.NDArray[np.uint8]) -> Region:
+    def register(self, buffer: npt.NDArray[np.uint8] | tuple[Buffer, ...], *, staged: bool = False) -> Region:
+        self.staged.append(staged)
+        if isinstance(buffer, tuple):
+            extents = [(each.address, each.nbytes) for each in buffer]
+            self.regions.append(Region.spanning(buffer[0].memory, extents, buffer))
+            return self.regions[-1]
         self.regions.append(Region(buffer, buffer))
         return self.regions[-1]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
-from kvstrata.engine_adapter.vllm.devices import check_devices, gpu_kind
+from kvstrata.engine_adapter.vllm.devices import check_devices, exchanges_memory, gpu_kind
 from kvstrata.proto.errors import InvalidArgument
 
 
@@ -48,3 +49,16 @@ def test_what_tells_gpus_apart() -> None:
     assert gpu_kind(Platform(), None) == "cuda-9.0/auto"
     assert gpu_kind(Platform(capability=Capability(8, 6)), Backend.FLASH_ATTN) == "cuda-8.6/flash_attn"
     assert gpu_kind(Platform("rocm", capability=None), "TRITON_ATTN") == "rocm/triton_attn"
+
+
+@pytest.mark.parametrize(
+    ("settings", "does"),
+    [
+        ({}, False),
+        ({"enable_sleep_mode": False, "enable_cumem_allocator": False}, False),
+        ({"enable_sleep_mode": True}, True),
+        ({"enable_sleep_mode": False, "enable_cumem_allocator": True}, True),
+    ],
+)
+def test_an_engine_that_can_sleep_exchanges_its_memory(settings: dict[str, bool], does: bool) -> None:
+    assert exchanges_memory(SimpleNamespace(**settings)) is does
