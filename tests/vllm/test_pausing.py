@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.real_pool import RealPool, until
 from tests.vllm.conftest import OpenEngine, Plain, draw
-from tests.vllm.engine import BLOCK, Prompt, VllmEngine
+from tests.vllm.engine import BLOCK, Prompt, VllmEngine, transfer
+from tests.vllm.server import ApiServer
 from tests.vllm.tiny_llama import make_model
 
 BLOCKS = 4
@@ -67,3 +70,54 @@ def test_a_pause_with_fixed_weights_fails_where_the_model_s_files_are_others(
     assert engine.pause() == ""
     make_model(folder, seed=1)
     assert engine.pause() == REFUSED
+
+
+@pytest.fixture
+def server(pool: RealPool, tmp_path: Path) -> Iterator[ApiServer]:
+    """With fixed weights; its model is a folder of its own."""
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 16 << 20,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_prompt_tokens_details": True,
+        "kv_transfer_config": transfer(pool.address, fixed_weights=True),
+    }
+    started = ApiServer(tmp_path / "server.log", make_model(tmp_path / "model"), options, {"VLLM_SERVER_DEV_MODE": "1"})
+    yield started
+    started.end()
+
+
+def test_a_server_pauses_while_it_stores_and_loads_from_the_pool_when_it_goes_on(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    """Its core is a process of its own, which waits for stores under way before it clears its caches."""
+    (prompt,) = draw(1, seed=44, length=BLOCKS * BLOCK + 1)
+
+    def said() -> tuple[str, int]:
+        answer = post(server, "/v1/completions", model="tiny", prompt=prompt, max_tokens=8, temperature=0)
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["text"], details.get("cached_tokens") or 0
+
+    def again() -> tuple[str, int]:
+        assert post(server, "/pause") == {"status": "paused"}
+        assert post(server, "/resume") == {"status": "resumed"}
+        return said()
+
+    text, _ = said()
+    until(lambda: again() == (text, BLOCKS * BLOCK), 60)
+    make_model(tmp_path / "model", seed=1)
+    refused = httpx.post(f"{server.url}/pause", timeout=60)
+    assert refused.status_code == 500 and REFUSED in refused.text
+    assert "others than at the start" in server.log()
+    assert post(server, "/resume") == {"status": "resumed"} and said()[0] == text
+
+
+def post(server: ApiServer, path: str, **body: object) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}{path}", json=body or None, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
