@@ -61,6 +61,7 @@ class IndexReads:
         self._tampered = tampered
         self._index: SharedIndex | None = None
         self._refused = False
+        self._closed = False
         self._wanted = False
         self._ask_at = 0.0
         self._scopes: dict[_Tenant, int] = {}
@@ -69,7 +70,7 @@ class IndexReads:
 
     def learn(self, request: Fetch, scope: int) -> None:
         """The answer to a request named the tenant's scope: its blocks can be found from here on."""
-        if not scope or self._refused:
+        if not scope or self._refused or self._closed:
             return
         tenant = (request.namespace, request.salt, request.epoch)
         if self._scopes.get(tenant) != scope:
@@ -81,7 +82,7 @@ class IndexReads:
 
     def upkeep(self) -> None:
         """Map what is wanted; and ask again whether this client may read, where that can change."""
-        wanted = self._wanted or (self._asks and self._index is not None)
+        wanted = not self._closed and (self._wanted or (self._asks and self._index is not None))
         if wanted and self._link.channel.breaker.closed and time.monotonic() >= self._ask_at:
             self._map()
 
@@ -90,12 +91,18 @@ class IndexReads:
         try:
             self._index = self._slabs.map_index(index)
             self._wanted = False
+            if self._closed:  # meanwhile
+                self._index = None
         except KVError as error:
             self._index = None
             self._refused = isinstance(error, Refused) and not isinstance(error, Unauthenticated)
             self._wanted = not self._refused
             say = log.info if self._refused else log.debug
             say("a node is asked for each block", node=self._link.endpoint.node_id, reason=str(error))
+
+    def close(self) -> None:
+        """Let go of the index: its memory goes with it, and does not wait for a garbage collection."""
+        self._closed, self._index = True, None
 
     # ------------------------------------------------------------------ reading
 

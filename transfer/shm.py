@@ -311,6 +311,7 @@ class ShmPeer:
             lease.close()
         self.link.close()
         self.slabs.close()
+        self.index.close()
         self._stage.close()
 
 

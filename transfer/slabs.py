@@ -59,6 +59,7 @@ class SlabMap:
         self._incarnation = incarnation
         self._slabs: dict[int, Slab] = {}
         self._connection: Connection | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def get(self, index: int) -> Slab:
@@ -151,6 +152,8 @@ class SlabMap:
                 os.close(fd)
 
     def _connected(self) -> Connection:
+        if self._closed:  # a call that was under way
+            raise Disconnected("the way to the node is closed")
         connection = self._connection
         if connection is None or connection.broken:
             try:
@@ -166,8 +169,9 @@ class SlabMap:
             raise Disconnected(f"node {hello.node_id} was restarted")
 
     def close(self) -> None:
-        """Forget the maps; they go when the last array over them does."""
+        """Forget the maps; they go when the last array over them does. Nothing is mapped any more."""
         with self._lock:
+            self._closed = True
             if self._connection is not None:
                 self._connection.close()
             self._connection = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstrata.proto import channel_pb2 as pb
-from kvstrata.proto.errors import ForbiddenSalt, InvalidArgument, Refused
+from kvstrata.proto.errors import ForbiddenSalt, InvalidArgument, Refused, Unavailable
 from kvstrata.proto.keys import Namespace
 from kvstrata.proto.status import BlockStatus
 from kvstrata.proto.wire import Kind
@@ -280,6 +281,29 @@ def test_a_node_that_stops_is_not_read_from(running: StorageNode) -> None:
     running.stop()
     assert engine.load(range(20), here=False).by_index == 0
     engine.peer.close()
+
+
+def test_a_peer_that_is_closed_keeps_no_memory_of_the_node(engine: Engine) -> None:
+    def mapped() -> int:
+        """What may only be read: the node, which is in this process too, writes to its own."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(" r--s " in line and "memfd:kvstrata-" in line for line in lines)
+
+    before = mapped()
+    ready(engine, range(9))
+    gc.disable()  # a client that lives long collects rarely
+    try:
+        assert mapped() > before
+        engine.peer.close()
+        assert mapped() == before
+    finally:
+        gc.enable()
+    blocks = Region(np.zeros(SIZE, np.uint8), None).rows(NAMESPACE)
+    engine.peer.index.learn(Fetch(NAMESPACE, "", keys([1]), blocks, soon()), 7)
+    engine.peer.index.upkeep()
+    with pytest.raises(Unavailable):
+        engine.peer.slabs.get(0)
+    assert mapped() == before
 
 
 def test_a_node_that_shares_no_index(tmp_path: Path, running: StorageNode) -> None:
