@@ -29,7 +29,8 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
 from kvstrata.storage.serving.regions import RegionAsk
 from tests.bench.counting import frames, function_calls, least_function_calls, memory_peak, slope
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
+from tests.waiting import until
 
 FEW: Final = 64
 MANY: Final = 1024

@@ -21,7 +21,7 @@ from suite_scale import QUICK, Group, Scale
 from transfer_pool import Missed
 from transfer_shapes import Shape
 
-from tests.e2e.real_pool import until
+from tests.waiting import until
 
 BIG = moved("load", 64, 2 << 20)
 READY_S = 30.0

@@ -23,7 +23,8 @@ from typing import Any
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import KVError
 from tests.chaos.hosts import Host, Hosts
-from tests.e2e.real_pool import Daemon, until
+from tests.e2e.real_pool import Daemon
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -190,7 +191,7 @@ class Cluster:
         command = ["redis-server", "--port", str(port), "--bind", address, "--save", "", "--dir", str(self._base)]
         command += ["--protected-mode", "no"]
         self.redis = subprocess.Popen([*(host.prefix if host else ()), *command], stdout=subprocess.DEVNULL)
-        until(lambda: _listens(self.redis_address), 10)
+        until(lambda: _listens(self.redis_address))
 
     def _set_replicas(self, replicas: int) -> None:
         command = [sys.executable, "-m", "kvstrata.cli.app", "replicas", "set", "--default", str(replicas)]

@@ -25,7 +25,7 @@ from kvstrata.cli.replay.replay import load_trace
 from kvstrata.cli.replay.schedule import Schedule, build_schedule
 from kvstrata.cli.replay.simulator import infinite_cache
 from tests.chaos.cluster import Cluster
-from tests.e2e.real_pool import until
+from tests.waiting import until
 
 #: A restarted node is active within this.
 BACK_S = 60.0

@@ -16,7 +16,8 @@ from kvstrata.proto.errors import KVError
 from kvstrata.transfer.base import Endpoint, Peer
 from kvstrata.transfer.select import TransportChoice
 from tests.chaos.proxy import Proxy
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 4096
 COUNT = 128
@@ -184,5 +185,5 @@ def test_a_link_that_holds_still_and_one_that_is_reset(pool: RealPool, client: C
 
 def test_nothing_is_held_after_all_that(pool: RealPool) -> None:
     with AdminClient(pool.address) as admin:
-        until(lambda: all(not row.status.leases and not row.status.reservations for row in admin.nodes()), 15)
+        until(lambda: all(not row.status.leases and not row.status.reservations for row in admin.nodes()))
         assert admin.health().healthy

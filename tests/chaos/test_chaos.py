@@ -13,7 +13,7 @@ import pytest
 from tests.chaos import hosts
 from tests.chaos.cluster import Cluster, Traces
 from tests.chaos.faults import Storm, quantile, untouched
-from tests.e2e.real_pool import until
+from tests.waiting import until
 
 #: A request is a lookup, a load and at most one store; each ends by its deadline of 2 s and a silence.
 STUCK_S = 3 * (2.0 + 1.0)

@@ -18,7 +18,8 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import wire
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.identity import Identity
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 ROUNDS = 40
 CONNECT_S = 10.0

@@ -19,7 +19,8 @@ import pytest
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from tests.chaos.cluster import ROOT
-from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 4096
 COUNT = 100
@@ -87,7 +88,7 @@ def test_a_node_whose_interpreter_is_held(tmp_path: Path, held_s: int) -> None:
             pool.node().process.send_signal(signal.SIGUSR1)
             states = watched(admin, held_s - 1)
             assert "offline" not in states, "its heartbeats come from a process of their own"
-            until(lambda: admin.nodes()[0].state == "active", 15)
+            until(lambda: admin.nodes()[0].state == "active")
             # Nothing was forgotten: what it holds is found at once, in the incarnation that it had.
             assert client.lookup(ns, "", hashes).hit_blocks == COUNT
             assert admin.nodes()[0].incarnation == before.incarnation
@@ -171,7 +172,7 @@ def test_a_client_whose_interpreter_is_held(tmp_path: Path, held_s: int, slices:
             assert child.stdout.readline() == "100 0\n"
             assert "held" in {row.name for row in admin.clients()}
             child.kill()
-            until(lambda: "held" not in {row.name for row in admin.clients()}, 15)
+            until(lambda: "held" not in {row.name for row in admin.clients()})
     finally:
         child.kill()
         child.wait(10)

@@ -14,7 +14,8 @@ from kvstrata.client import Client, LoadResult
 from kvstrata.transfer.connection import SILENCE_S
 from tests.chaos import hosts
 from tests.chaos.cluster import Cluster
-from tests.e2e.real_pool import keys, payload, until
+from tests.e2e.real_pool import keys, payload
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts work")
 
@@ -120,12 +121,12 @@ def test_a_node_that_masters_do_not_hear_is_suspected_and_still_serves(cluster: 
 
     cluster.cut("node0", "master0")
     try:
-        until(lambda: "suspected" in states(), 15)
+        until(lambda: "suspected" in states())
         assert both["node0"].load()[0].loaded.all(), "known locations need no master"
     finally:
         cluster.mend("node0", "master0")
     until(cluster.whole, 20)
-    until(lambda: client.lookup(both["node0"].ns, "", both["node0"].hashes).hit_blocks == COUNT, 10)
+    until(lambda: client.lookup(both["node0"].ns, "", both["node0"].hashes).hit_blocks == COUNT)
 
 
 def test_a_master_that_is_cut_off_costs_its_bound(cluster: Cluster, client: Client) -> None:

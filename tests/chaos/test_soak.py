@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.chaos.cluster import Cluster
-from tests.e2e.real_pool import until
+from tests.waiting import until
 
 #: Requests in all, and seconds between two kills of a node.
 CI = pytest.param(2_000, 6.0, id="ci", marks=[pytest.mark.slow, pytest.mark.timeout(240)])
@@ -64,7 +64,7 @@ def test_nothing_is_held_and_nothing_grows(tmp_path: Path, seed: int, requests: 
         assert traces.total("aborted") > requests // 50 and traces.total("loaded") > requests
         for name, process in watched.items():
             with contextlib.suppress(AssertionError):
-                until(_no_more(process, warm[name]), 15)
+                until(_no_more(process, warm[name]))
             assert _no_more(process, warm[name])(), (
                 f"{name}: {held(process)} (descriptors, threads, bytes), {warm[name]} warm"
             )

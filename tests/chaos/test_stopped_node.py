@@ -12,7 +12,8 @@ import pytest
 
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 #: Longer than the ten seconds after which a silent node is offline; the long tier stops it as long as is promised.
 STOPPED_S = [

@@ -14,7 +14,8 @@ from kvstrata.cli.app import app
 from kvstrata.client import Client, PoolNamespace
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 4096
 

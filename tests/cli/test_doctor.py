@@ -27,8 +27,9 @@ from kvstrata.proto import channel_pb2 as pb
 from kvstrata.proto import control_pb2 as control
 from kvstrata.storage import huge_pages
 from tests import command_line
-from tests.e2e.real_pool import READY_S, until
+from tests.e2e.real_pool import READY_S
 from tests.e2e.tiered_pool import SSD_SLOT, Tenant, TieredPool
+from tests.waiting import until
 
 KVSTRATA = (sys.executable, "-m", "kvstrata.cli.app")
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from kvstrata.cli.serve import serve
 from kvstrata.engine_adapter.connector.config import PoolConfig
 from kvstrata.transfer.security.tls import client_context
 from tests.certificates import Authority
+from tests.waiting import until
 
 FREE = "127.0.0.1:0"
 Start = Callable[..., "Server"]
@@ -230,13 +230,6 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = refused("--model", "nowhere", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert code == 2 and "in use" in text
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 def refused(*arguments: str) -> tuple[int, str]:

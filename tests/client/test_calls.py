@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +19,7 @@ from kvstrata.proto.errors import (
     Unavailable,
 )
 from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
+from tests.waiting import until
 
 SIZE = 64
 S = BlockStatus
@@ -32,13 +32,6 @@ def ns(client: Client) -> PoolNamespace:
 
 def rows_of(count: int, first: int = 0) -> np.ndarray:
     return np.random.default_rng(first).integers(1, 255, (count, SIZE), dtype=np.uint8)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Target:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import queue
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -17,6 +15,7 @@ from kvstrata.client.index_watch import IndexWatch
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import Namespace
+from tests.waiting import until
 
 WAIT_S = 10.0
 M = control.IndexMessage
@@ -52,13 +51,6 @@ class _Stream:
 def change(hashes: bytes, namespace: Namespace) -> control.IndexChange:
     table = control.IndexTable(group=namespace.group, shard=0, salt="")
     return control.IndexChange(kind=control.IndexChange.STORED, table=table, slot=1, tier=0, hashes=hashes)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline, ever = time.monotonic() + WAIT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        ever.wait(0.005)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from kvstrata.client import Client, PoolNamespace
 from kvstrata.client.masters import NAMED_MAX, leader_in
 from tests.client.fake_pool import FakeMaster, FakeNode, packed
+from tests.waiting import until
 
 SIZE = 64
 Connect = Callable[..., Client]
@@ -51,13 +52,6 @@ class Pool:
 
     def placed(self) -> list[int]:
         return [len(master.placed) for master in self.masters]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_changes_go_to_the_leader_that_a_hello_names(connect: Connect, three: list[FakeMaster]) -> None:

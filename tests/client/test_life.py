@@ -18,19 +18,13 @@ from kvstrata.client.transfers import Transfers
 from kvstrata.proto.errors import Closed, KVError, Unavailable
 from kvstrata.transfer.base import Endpoint
 from tests.client.fake_pool import FakeMaster, FakeNode, packed
+from tests.waiting import until
 
 SIZE = 64
 
 
 def space(client: Client) -> PoolNamespace:
     return client.namespace("model/l", block_bytes=SIZE, block_tokens=16)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_close_is_idempotent_and_ends_use(client: Client, master: FakeMaster) -> None:

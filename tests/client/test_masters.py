@@ -21,17 +21,11 @@ from kvstrata.proto.errors import FingerprintMismatch, ForbiddenSalt, InvalidArg
 from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.server import ChannelServer
 from tests.client.fake_pool import FakeMaster, FakeNode, packed
+from tests.waiting import until
 
 SIZE = 64
 #: Generous: a silent peer costs 250 ms, this machine is shared.
 BOUND_S = 1.5
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def closed_port() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvstrata.client.plan import Part, memory_first, positions_of
 from kvstrata.proto.errors import FingerprintMismatch, InvalidArgument, Unavailable
 from kvstrata.proto.status import HintKind
 from tests.client.fake_pool import FakeMaster, FakeNode, packed, split
+from tests.waiting import until
 
 SIZE = 64
 PIECE = 2  # blocks
@@ -29,13 +29,6 @@ def ns(client: Client) -> PoolNamespace:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.client.reading.PIECE_BYTES", PIECE * SIZE)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class World:

@@ -17,8 +17,9 @@ from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import KVError
 from tests.chaos.proxy import Proxy
-from tests.e2e.real_pool import ANY, Daemon, keys, payload, until
+from tests.e2e.real_pool import ANY, Daemon, keys, payload
 from tests.redis_server import RedisServer
+from tests.waiting import until
 
 SIZE = 4096
 COUNT = 64

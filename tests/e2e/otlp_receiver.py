@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
-from tests.e2e.real_pool import until
+from tests.waiting import until
 
 
 @dataclass(frozen=True)

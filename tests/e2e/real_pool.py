@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.client.admin import AdminClient
+from tests.waiting import until
 
 READY_S = 30.0
 ANY = "127.0.0.1:0"
@@ -127,10 +128,3 @@ def payload(hashes: bytes, salt: str, block_bytes: int, width: int = 16) -> npt.
         seed = hashlib.blake2b(hashes[i * width : (i + 1) * width] + salt.encode(), digest_size=8).digest()
         row[:] = np.frombuffer(np.random.default_rng(int.from_bytes(seed, "little")).bytes(block_bytes), np.uint8)
     return rows
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)

@@ -12,7 +12,8 @@ from kvstrata.client import BlockStatus, Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import FingerprintMismatch, Refused
 from kvstrata.transfer.rdma.found import cma_problem, nixl_problem
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 64 << 10
 NO_RAILS = nixl_problem() or cma_problem()

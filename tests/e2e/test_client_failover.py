@@ -12,8 +12,9 @@ import pytest
 
 from kvstrata.client import Client
 from tests.e2e.many_masters import SIZE, ManyMasters
-from tests.e2e.real_pool import keys, payload, until
+from tests.e2e.real_pool import keys, payload
 from tests.redis_server import needs_redis
+from tests.waiting import until
 
 TAKEOVER_S = 5.0
 #: A stopped master costs 250 ms; the rest is for a shared machine.

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvstrata.client import Client
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 512
 #: A stopped node costs 250 ms; the rest is for a shared machine.

@@ -15,7 +15,8 @@ import pytest
 
 from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
-from tests.e2e.real_pool import RealPool, keys, until
+from tests.e2e.real_pool import RealPool, keys
+from tests.waiting import until
 
 SIZE = 512
 #: The kernel tells of a death at once; the rest is for a shared machine.

@@ -10,7 +10,8 @@ import pytest
 
 from kvstrata.client import Client, PoolNamespace, Tier
 from kvstrata.client.admin import AdminClient
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 256 << 10
 DRAM_BLOCKS = 64  # 16 MiB

@@ -18,9 +18,10 @@ from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
 from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.memory import Memory
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
 from tests.engine_adapter.vllm.device_tensors import DeviceTensor, allocate
 from tests.transfer.gpu.fake_device import FakeDevice, FakeStream, fake_device
+from tests.waiting import until
 
 WIDTH = 32
 LAYERS, BLOCKS, TOKENS, HEADS, CHANNELS = 4, 300, 16, 2, 32

@@ -21,7 +21,8 @@ from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.engine_adapter.connector.worker_side import PoolWorkerSide, make_worker_side
 from kvstrata.transfer.rdma.found import cma_problem, nixl_problem
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 WIDTH = 32
 FULL = GroupLayout(fingerprint="model/full", block_tokens=16, layers=4)

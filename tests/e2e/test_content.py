@@ -11,7 +11,8 @@ from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.client.client import PoolNamespace
 from kvstrata.proto.errors import FingerprintMismatch
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 64 << 10
 COUNT = 8

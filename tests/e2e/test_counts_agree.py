@@ -18,7 +18,8 @@ from kvstrata.client import Client
 from kvstrata.client.metrics import CLIENTS
 from kvstrata.proto.errors import Closed
 from kvstrata.transfer.regions import BlockView
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 BLOCK_BYTES = 64 << 10
 #: Blocks that fit into the node's memory.

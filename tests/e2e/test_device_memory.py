@@ -14,8 +14,9 @@ import pytest
 from kvstrata.client import Client, PoolNamespace, Tier
 from kvstrata.proto.errors import Closed, InvalidArgument
 from kvstrata.transfer.regions import BlockView
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
 from tests.transfer.gpu.fake_device import FakeArray, FakeDevice, fake_device
+from tests.waiting import until
 
 SIZE = 256 << 10
 LAYERS, PARTS = 8, 2

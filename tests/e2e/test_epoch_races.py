@@ -13,8 +13,9 @@ import pytest
 from kvstrata.client import Client, PoolNamespace
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import FingerprintMismatch
-from tests.e2e.real_pool import keys, payload, until
+from tests.e2e.real_pool import keys, payload
 from tests.e2e.tiered_pool import BLOCK_BYTES, TieredPool
+from tests.waiting import until
 
 COUNT = 96
 BUMPS = 4

@@ -10,8 +10,8 @@ import pytest
 from kvstrata.client import Client, Tier
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
-from tests.e2e.real_pool import until
 from tests.e2e.tiered_pool import BLOCK_BYTES, DRAM_SLOT, SSD_SLOT, Tenant, TieredPool
+from tests.waiting import until
 
 #: Blocks of the tenant's share of memory, and of the agent's prefix.
 SHARE, PREFIX = 64, 24

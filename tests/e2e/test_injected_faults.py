@@ -11,7 +11,8 @@ from kvstrata.client import Client
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer import pulling
 from kvstrata.transfer.faults import Faults
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 BLOCK_BYTES = 4096
 COUNT = 200

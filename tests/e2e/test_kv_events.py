@@ -24,7 +24,8 @@ from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.proto.keys import salt_tag
 from tests.command_line import run
 from tests.e2e import real_pool
-from tests.e2e.real_pool import ANY, Daemon, keys, until
+from tests.e2e.real_pool import ANY, Daemon, keys
+from tests.waiting import until
 
 BLOCK_BYTES = 4096
 PROMPT = "The pool keeps what any engine has computed, so that no engine computes it twice. "

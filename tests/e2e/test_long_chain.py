@@ -14,7 +14,8 @@ from kvstrata.client import Client, PoolNamespace, Tier
 from kvstrata.client.admin import AdminClient
 from kvstrata.client.results import StoreResult
 from kvstrata.proto import control_pb2 as control
-from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 BLOCK_BYTES = 32 << 10
 #: 24 MiB, on a node with 8 MiB of memory.

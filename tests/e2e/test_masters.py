@@ -16,8 +16,8 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import KVError, Retryable
 from tests import command_line
 from tests.e2e.many_masters import COUNT, ManyMasters, Reader
-from tests.e2e.real_pool import until
 from tests.redis_server import needs_redis
+from tests.waiting import until
 
 #: A takeover, with the lease's time to live in it.
 TAKEOVER_S = 5.0
@@ -163,7 +163,7 @@ def test_redis_dies_and_comes_back(pool: ManyMasters, reader: Reader, loses: boo
         for part in (pool.redis.base / "appendonlydir").iterdir():
             part.unlink()
     pool.redis.start()
-    until(lambda: not pool.health(leader)["problems"], 15)
+    until(lambda: not pool.health(leader)["problems"])
     set_limit(pool, "after")
     calm(pool, reader, pool.leader())
     _policies_outlive_every_master(pool)

@@ -16,7 +16,8 @@ from kvstrata.engine_adapter.paged.engine import Engine
 from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.engine_adapter.vllm.resetting import reset_pool
 from tests.e2e.real_engine import counters_are_zero
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
+from tests.waiting import until
 
 BLOCK = 16
 OUTPUT = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.client import Client
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 64 << 10
 COUNT = 16

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from kvstrata.client import BlockStatus, Client, PoolNamespace
 from kvstrata.proto.errors import Closed
 from kvstrata.transfer.rdma.found import cma_problem, nixl_problem
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(bool(nixl_problem() or cma_problem()), reason=nixl_problem() or cma_problem()),

@@ -20,7 +20,8 @@ import pytest
 from kvstrata.client import BlockStatus, Client, PoolNamespace
 from kvstrata.transfer.rdma.found import find_rails
 from kvstrata.transfer.rdma.rails import RailOptions
-from tests.e2e.real_pool import RealPool, keys, payload, until
+from tests.e2e.real_pool import RealPool, keys, payload
+from tests.waiting import until
 
 #: As a node and a client are told it.
 NODE, TRANSPORT = "on", "rdma"
@@ -135,7 +136,7 @@ def test_a_killed_node_leaves_nothing_pending(tmp_path: Path) -> None:
             killer.join()
             assert not results[-1].loaded.any()
             for result in results:
-                until(result.settled, 10)
+                until(result.settled)
                 done = {"loaded", "node_lost", "pending", "missing", "late"}
                 assert set(result.reasons) <= done, result.reasons
             assert (results[-1].status != BlockStatus.LOADED).all()

@@ -28,7 +28,8 @@ from kvstrata.transfer.rdma.found import cma_problem, find_rails, nixl_problem
 from kvstrata.transfer.rdma.owner import open_engine
 from kvstrata.transfer.rdma.pattern import mismatch, pattern
 from tests.e2e.rail_writer import CMA, connect, namespace, open_rails, pull, register
-from tests.e2e.real_pool import Daemon, keys, payload, until
+from tests.e2e.real_pool import Daemon, keys, payload
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(bool(nixl_problem() or cma_problem()), reason=nixl_problem() or cma_problem()),

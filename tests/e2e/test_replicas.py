@@ -17,7 +17,8 @@ from kvstrata.client import Client
 from kvstrata.transfer.base import Endpoint, Push
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.tcp import TcpTransport
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 SIZE = 4096
 COUNT = 512

@@ -16,8 +16,8 @@ from kvstrata.client import Client
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import InvalidArgument, Refused
-from tests.e2e.real_pool import until
 from tests.e2e.tiered_pool import BLOCK_BYTES, Tenant, TieredPool
+from tests.waiting import until
 
 COUNT = 48
 #: A killed node is known at once; five seconds later its blocks are copied. The rest is for a shared machine.

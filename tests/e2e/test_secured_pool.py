@@ -16,7 +16,8 @@ from kvstrata.client.admin import AdminClient
 from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import Forbidden, ForbiddenSalt, Unauthenticated, Unavailable
 from tests.command_line import Done, run
-from tests.e2e.real_pool import ANY, READY_S, Daemon, keys, payload, until
+from tests.e2e.real_pool import ANY, READY_S, Daemon, keys, payload
+from tests.waiting import until
 
 pytest.importorskip("cryptography")
 
@@ -238,7 +239,7 @@ def test_a_removed_token_gets_no_new_ticket_and_old_ones_go_on(pool: SecuredPool
                 return True
             return False
 
-        until(refused, 15)
+        until(refused)
         round_trip(client, "after")
 
 

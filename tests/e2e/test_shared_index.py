@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstrata.client import Client, LoadResult
 from kvstrata.client.admin import AdminClient
 from kvstrata.proto.errors import ForbiddenSalt
-from tests.e2e.real_pool import Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import Daemon, RealPool, keys, payload
 from tests.e2e.ticket_pool import TicketPool
+from tests.waiting import until
 
 SIZE = 16 << 10
 COUNT = 40

@@ -30,8 +30,9 @@ from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
+from tests.waiting import until
 
-from .real_pool import ANY, Daemon, keys, payload, until
+from .real_pool import ANY, Daemon, keys, payload
 
 BLOCK_BYTES = 128 << 10
 NAMESPACE = Namespace("model", BLOCK_BYTES, 16)

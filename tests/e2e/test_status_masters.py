@@ -10,8 +10,8 @@ from typing import Any
 from kvstrata.cli.top import StatusSource
 from kvstrata.proto.errors import Unavailable
 from tests.e2e.many_masters import ManyMasters
-from tests.e2e.real_pool import until
 from tests.redis_server import needs_redis
+from tests.waiting import until
 
 TAKEOVER_S = 30.0
 

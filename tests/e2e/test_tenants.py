@@ -16,8 +16,8 @@ from kvstrata.client import Client, Tier
 from kvstrata.client.admin import AdminClient
 from kvstrata.master.tenants.quotas import REBALANCE_S
 from kvstrata.proto import control_pb2 as control
-from tests.e2e.real_pool import until
 from tests.e2e.tiered_pool import DRAM_SLOT, SSD_SLOT, Tenant, TieredPool, flooding
+from tests.waiting import until
 
 NOISY = tuple(f"noisy-{number}" for number in range(6))
 #: How long a lowered limit may take to be met: a share travels, blocks leave at the next turn of the node.

@@ -32,8 +32,9 @@ from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S
-from tests.e2e.real_pool import keys, payload, until
+from tests.e2e.real_pool import keys, payload
 from tests.e2e.ticket_pool import TicketPool, key_line, private
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 

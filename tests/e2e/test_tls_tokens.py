@@ -19,8 +19,9 @@ from kvstrata.proto import control_pb2 as control
 from kvstrata.proto.errors import Unavailable
 from kvstrata.transfer.security.tokens import digest, new_token
 from tests.certificates import Authority, Pair
-from tests.e2e.real_pool import Daemon, until
+from tests.e2e.real_pool import Daemon
 from tests.e2e.secured_daemons import Secrets, ask, call, client_context, health, master, refusal, storage
+from tests.waiting import until
 
 CODE = grpc.StatusCode
 ATTACH_S = 30.0

@@ -28,8 +28,9 @@ from kvstrata.transfer.otel import OtelTracer
 from kvstrata.transfer.otlp import OtlpTracing
 from kvstrata.transfer.tracing import TRACING
 from tests.e2e.otlp_receiver import Receiver, Seen
-from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload
 from tests.e2e.traced_pool import TracedPool
+from tests.waiting import until
 
 BLOCK_BYTES = 64 << 10
 SALT = "tenant-with-a-secret-name"
@@ -202,7 +203,7 @@ def test_a_dead_collector_costs_no_call_and_shows(tmp_path: Path) -> None:
                 for index in range(8):
                     moved(pool, "shm", count=2 + index)
                 calls_s = time.monotonic() - began
-                until(lambda: tracing.problem() != "", 10)
+                until(lambda: tracing.problem() != "")
                 assert tracing.counts()["failed"] > 0
                 began = time.monotonic()
             assert time.monotonic() - began < 8  # stopping is bounded

@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 from kvstrata.transfer.security.tls import client_context
-from tests.e2e.real_pool import until
 from tests.e2e.secured_daemons import ask
 from tests.processes import alive
 from tests.redis_server import needs_redis
+from tests.waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "whole-pool.md"
 MASTERS, NODES = (1, 2, 3), (1, 2, 3, 4)

@@ -15,8 +15,9 @@ from kvstrata.proto.keys import Namespace
 from kvstrata.proto.wire import Kind
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
-from tests.e2e.real_pool import keys, until
+from tests.e2e.real_pool import keys
 from tests.e2e.tiered_pool import BLOCK_BYTES, DRAM_SLOT, SSD_SLOT, Tenant, TieredPool
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

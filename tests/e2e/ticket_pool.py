@@ -9,7 +9,8 @@ import yaml
 
 from kvstrata.client.admin import AdminClient
 from kvstrata.transfer.security.tokens import digest, new_token
-from tests.e2e.real_pool import ANY, READY_S, Daemon, until
+from tests.e2e.real_pool import ANY, READY_S, Daemon
+from tests.waiting import until
 
 #: name, role, salts, groups
 ROWS = (

@@ -24,7 +24,8 @@ from kvstrata.client import Client
 from kvstrata.client.client import PoolNamespace
 from kvstrata.client.results import LoadResult, Lookup, StoreResult
 from kvstrata.proto.errors import KVError
-from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload, until
+from tests.e2e.real_pool import ANY, Daemon, RealPool, keys, payload
+from tests.waiting import until
 
 BLOCK_BYTES = 32 << 10
 #: What a block takes in memory, and on SSD with its header.

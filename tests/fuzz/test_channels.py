@@ -29,9 +29,10 @@ from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.rdma.engine import JobState
 from kvstrata.transfer.server import ChannelServer
-from tests.e2e.real_pool import keys, payload, until
+from tests.e2e.real_pool import keys, payload
 from tests.fuzz.messages import Maker
 from tests.storage.fake_engine import CMA, FakeEngine, FakeJob, failing, posted, waiting
+from tests.waiting import until
 
 ANY = "127.0.0.1:0"
 NS = Namespace("model", 4096, 16)

@@ -21,8 +21,9 @@ from kvstrata.proto.errors import KVError
 from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.masters.outbox import Outbox
 from kvstrata.storage.node import StorageNode
-from tests.e2e.real_pool import keys, until
+from tests.e2e.real_pool import keys
 from tests.fuzz.messages import Maker
+from tests.waiting import until
 
 ANY = "127.0.0.1:0"
 LIKELY: dict[str, list[Any]] = {

@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests import command_line
 from tests.helm.pods import Running, arguments_of, close, environment_of, local, start
 from tests.helm.rendering import Object, Values, main_container, objects, one, value_sets, workloads
 from tests.redis_server import RedisServer, needs_redis
+from tests.waiting import until
 
 FIELDS = {"metadata.name": "kvstrata-master-0", "spec.nodeName": "host-1", "status.podIP": "127.0.0.1"}
 SMALL: Values = {"dram": "64Mi", "slab": "8Mi", "drainSeconds": 5}
@@ -36,13 +36,6 @@ def test_every_flag_is_one_of_the_command(name: str) -> None:
             assert context.args == []
         for flag in flags:
             assert "$(" not in flag, f"{flag} names a variable that the container has not"
-
-
-def until(true: Callable[[], object], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline, "not so in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture

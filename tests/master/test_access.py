@@ -29,7 +29,7 @@ from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.ticket_route import Paces
 from kvstrata.transfer.security.tickets import LIFE_S
 from kvstrata.transfer.security.tokens import digest, new_token
-from tests.transfer.security.doors import until
+from tests.waiting import until
 
 ANY = "127.0.0.1:0"
 CALL_S = 5.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -139,11 +138,3 @@ def running(tmp_path: Path) -> Iterator[StorageNode]:
     one.start()
     yield one
     one.stop()
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Poll; fails when the condition does not come true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)

@@ -26,8 +26,9 @@ from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.identity import advertised
 from kvstrata.transfer.loops import Loop, Loops
 from kvstrata.transfer.server import ChannelServer
+from tests.waiting import until
 
-from .conftest import Node, key, keys, until
+from .conftest import Node, key, keys
 from .ordered_node import OrderedNode
 
 

@@ -31,8 +31,9 @@ from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region, shareable
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
+from tests.waiting import until
 
-from .conftest import key, keys, payload, until
+from .conftest import key, keys, payload
 
 NAMESPACE = Namespace("model", 5000, 16)
 

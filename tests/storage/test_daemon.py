@@ -37,8 +37,9 @@ from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
 from kvstrata.transfer.web import WebServer
+from tests.waiting import until
 
-from .conftest import keys, until
+from .conftest import keys
 
 NAMESPACE = Namespace("model", 4096, 16)
 

@@ -16,8 +16,8 @@ from kvstrata.storage.node import StorageNode
 from kvstrata.storage.ssd.base import SECTOR_BYTES
 from kvstrata.storage.ssd.tenant_keys import TenantKeys, read_key_file
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
+from tests.waiting import until
 
-from .conftest import until
 from .test_orders_on_disk import NUMBERS, loaded, on_disk, store_all
 
 
@@ -62,7 +62,7 @@ def test_erasing_a_tenant_destroys_its_key(node: StorageNode, config: StorageCon
     stale = (config.ssd[0][0] / "extents").read_bytes()
     done: list[control.CommandDone] = []
     node.commands.drop(control.DropCommand(command=1, salt="secret", erase=True), done.append)
-    until(lambda: bool(done), 10.0)
+    until(lambda: bool(done))
     assert not done[0].error
     kept = keys_in_file(config)
     assert before.key("secret") is not None and kept.key("secret") is None and kept.key("other") is not None
@@ -84,7 +84,7 @@ def test_dropping_without_erasure_or_one_model_of_a_tenant_keeps_its_key(
         group = node.state.entry(1).namespace.group
     node.commands.drop(control.DropCommand(command=1, salt="secret"), done.append)
     node.commands.drop(control.DropCommand(command=2, salt="other", group=group, erase=True), done.append)
-    until(lambda: len(done) == 2, 10.0)
+    until(lambda: len(done) == 2)
     assert [each.error for each in done] == ["", ""]
     kept = keys_in_file(config)
     assert kept.key("secret") is not None and kept.key("other") is not None
@@ -102,9 +102,9 @@ def test_erasure_waits_until_the_key_is_gone_from_the_file(
     with monkeypatch.context() as patch:
         patch.setattr(node.commands._keys, "_replace", full)
         node.commands.drop(control.DropCommand(command=1, any_salt=True, erase=True), done.append)
-        until(lambda: bool(tried), 10.0)
+        until(lambda: bool(tried))
         assert not done and keys_in_file(config).count == 2
-    until(lambda: bool(done), 10.0)
+    until(lambda: bool(done))
     assert not done[0].error and keys_in_file(config).count == 0
 
 

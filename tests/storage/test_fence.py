@@ -21,8 +21,9 @@ from kvstrata.storage.masters.fence import Fence
 from kvstrata.storage.masters.policies import Policies, PolicyFile
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.loops import Loop
+from tests.waiting import until
 
-from .conftest import Node, keys, until
+from .conftest import Node, keys
 from .ordered_node import OrderedNode
 from .test_attach import FakeMaster
 

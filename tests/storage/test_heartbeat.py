@@ -21,8 +21,7 @@ from kvstrata.transfer.loops import Loops
 from kvstrata.transfer.server import ChannelServer, Reply
 from kvstrata.transfer.sessions import ServerConnection
 from tests.processes import alive
-
-from .conftest import until
+from tests.waiting import until
 
 IDENTITY = NodeIdentity("node-1", 42)
 

@@ -26,8 +26,9 @@ from kvstrata.transfer.index_reads import UNASKED_S
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.security.rights import Rights, Role
 from kvstrata.transfer.shm import ShmPeer
+from tests.waiting import until
 
-from .conftest import keys, payload, until
+from .conftest import keys, payload
 
 SIZE = 5000
 NAMESPACE = Namespace("model", SIZE, 16)

@@ -30,8 +30,9 @@ from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.tcp import TcpPeer, TcpTransport
+from tests.waiting import until
 
-from .conftest import Node, key, keys, payload, until
+from .conftest import Node, key, keys, payload
 from .tier_node import TierNode
 
 BLOCK_BYTES = 20_000
@@ -74,7 +75,7 @@ def store(peer: TcpPeer, numbers: range, salt: str = "") -> None:
         held = {BlockStatus.STORED, BlockStatus.ALREADY_PRESENT}
         return set(done.status.tolist()) <= held and done.durable is not None and bool(done.durable.all())
 
-    until(stored, 10)
+    until(stored)
 
 
 def load(peer: TcpPeer, numbers: range, salt: str = "") -> list[int]:
@@ -92,7 +93,7 @@ def load(peer: TcpPeer, numbers: range, salt: str = "") -> list[int]:
         statuses[:] = [int(status) for status in got.status]
         return not set(statuses) & {BlockStatus.NODE_LOST, BlockStatus.LATE}
 
-    until(answered, 10)
+    until(answered)
     return statuses
 
 
@@ -578,7 +579,7 @@ def test_a_node_scrubs_by_itself(tmp_path: Path) -> None:
     try:
         store(one, range(10))
         flip_on_ssd(node, tmp_path, 4)
-        until(lambda: node.state.counts.scrub_corrupt == 1, 10)
+        until(lambda: node.state.counts.scrub_corrupt == 1)
         assert load(one, range(10)) == [BlockStatus.LOADED] * 10
         assert "scrub" in node.loops.ages_s() and node.report.problems() == []
     finally:

@@ -16,8 +16,9 @@ from kvstrata.storage.node import StorageNode
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
 from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
+from tests.waiting import until
 
-from .conftest import keys, payload, until
+from .conftest import keys, payload
 from .test_channel import digests, handle, reserve, write
 
 NUMBERS = range(6)
@@ -81,7 +82,7 @@ def test_a_dropped_tenant_is_in_no_file_and_does_not_come_back(node: StorageNode
     done: list[control.CommandDone] = []
     node.commands.drop(control.DropCommand(command=1, salt="secret", erase=True), done.append)
     assert loaded(node, "secret") == 0
-    until(lambda: bool(done), 10.0)
+    until(lambda: bool(done))
     assert not done[0].error
     assert on_disk(config, "secret") == 0 and on_disk(config, "other") == 6
     node.stop()
@@ -99,13 +100,13 @@ def test_removed_blocks_and_old_weights_do_not_come_back(node: StorageNode, conf
         namespace = node.state.entry(1).namespace
     removal = control.RemoveCommand(command=1, spec=namespace.to_spec(), salt="other", hashes=keys(range(2)))
     node.commands.remove(removal, done.append)
-    until(lambda: len(done) == 1, 10.0)
+    until(lambda: len(done) == 1)
     node.stop()
     second = StorageNode(config)
     second.start()
     assert loaded(second, "other") == 4 and loaded(second, "secret") == 6
     second.commands.advance(control.NamespaceEpoch(group=namespace.group, epoch=1, command=2), done.append)
-    until(lambda: len(done) == 2, 10.0)
+    until(lambda: len(done) == 2)
     assert [each.error for each in done] == ["", ""]
     second.stop()
     third = StorageNode(config)

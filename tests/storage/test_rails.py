@@ -28,8 +28,9 @@ from kvstrata.storage.serving.rails import NodeRails
 from kvstrata.transfer.rdma.engine import JobState, Pieces
 from kvstrata.transfer.rdma.pattern import mismatch, pattern
 from kvstrata.transfer.rdma.rails import RailMode, RailOptions, Rails
+from tests.waiting import until
 
-from .conftest import SLAB_BYTES, Node, keys, payload, until
+from .conftest import SLAB_BYTES, Node, keys, payload
 from .fake_engine import CMA, FakeEngine, FakeJob, failing, posted, waiting
 from .railed_node import BLOCK_BYTES, Writer, railed
 

@@ -21,8 +21,9 @@ from kvstrata.transfer.connection import Connection, expect
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import BlockView, Region
 from kvstrata.transfer.shm import ShmTransport
+from tests.waiting import until
 
-from .conftest import keys, payload, until
+from .conftest import keys, payload
 from .test_channel import NAMESPACE, endpoint, raw, region_of, reserve, soon, way  # noqa: F401  (fixtures)
 
 SIZE = NAMESPACE.block_bytes

@@ -30,8 +30,9 @@ from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmPeer, ShmTransport
 from kvstrata.transfer.tcp import TcpTransport
+from tests.waiting import until
 
-from .conftest import key, keys, payload, until
+from .conftest import key, keys, payload
 from .tier_node import TierNode
 
 BLOCK_BYTES = 64 << 10
@@ -325,10 +326,10 @@ def test_of_two_devices_one_fails_and_the_other_serves(
     for part in sorted(parts, key=lambda part: -sum(key(number) in on[0] for number in part))[:3]:
         assert LOADED not in fetch(peer, part)[0]
     health = node.report.health
-    until(lambda: any(str(tmp_path / "ssd0") in problem for problem in health()["problems"]), 10)
+    until(lambda: any(str(tmp_path / "ssd0") in problem for problem in health()["problems"]))
     assert not health()["healthy"]
     assert [device["state"] for device in health()["devices"]] == ["failed", "serving"]
-    until(lambda: node.state.ssd is not None and node.state.ssd.visible == len(on[1]), 10)
+    until(lambda: node.state.ssd is not None and node.state.ssd.visible == len(on[1]))
     for part in parts:
         status, into = fetch(peer, part)
         for row, (number, code) in enumerate(zip(part, status, strict=True)):

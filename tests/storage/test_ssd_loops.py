@@ -10,8 +10,7 @@ from kvstrata.storage.config import StorageConfig
 from kvstrata.storage.node import StorageNode
 from kvstrata.storage.ssd.log import SsdLog
 from kvstrata.storage.ssd.removal_book import RemovalBook
-
-from .conftest import until
+from tests.waiting import until
 
 MIB = 1 << 20
 

@@ -32,8 +32,9 @@ from kvstrata.storage.state import NodeState, WriteAsk
 from kvstrata.storage.story import Story
 from kvstrata.transfer.channel import Channel
 from kvstrata.transfer.identity import Identity
+from tests.waiting import until
 
-from .conftest import SLAB_BYTES, Node, key, keys, until
+from .conftest import SLAB_BYTES, Node, key, keys
 
 #: How late a thread of a busy machine may come.
 SLACK_S = 1.0
@@ -139,7 +140,7 @@ def test_a_node_at_rest_ends_the_next_lease_in_time(running: StorageNode) -> Non
     with running.lock:
         standing = running.state.reservations._reservations[reserved.reservation]
     assert REST_S <= MARGIN_S / 4, "what was granted at rest ends long before the next look"
-    until(lambda: running.state.at_rest, 5.0)
+    until(lambda: running.state.at_rest)
     assert running.state.counts.reservations_expired == 1
     told = running.state.inventory.story.of((opened.handle, ""), key(1))
     ended = next(at for at, verb in told if verb == "reservation expired")

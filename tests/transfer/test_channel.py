@@ -34,15 +34,9 @@ from kvstrata.transfer.frames import Disconnected, Frame, FrameStream, Late, Sil
 from kvstrata.transfer.identity import Identity, parse_address
 from kvstrata.transfer.server import Reply
 from kvstrata.transfer.sessions import ServerConnection
+from tests.waiting import until
 
 Serve = Callable[..., Any]
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 def soon(seconds: float = 5.0) -> float:

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
 from tests.vllm.conftest import OpenEngine, Plain, draw
 from tests.vllm.engine import BLOCK, Prompt, VllmEngine, transfer
 from tests.vllm.server import ApiServer
 from tests.vllm.tiny_llama import make_model
+from tests.waiting import until
 
 BLOCKS = 4
 REFUSED = "Failed to reset the KV connector cache."  #: vLLM's words

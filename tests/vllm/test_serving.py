@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
 from tests.vllm.engine import BLOCK, transfer
 from tests.vllm.server import ApiServer
+from tests.waiting import until
 
 OPTIONS = {
     "dtype": "float32",

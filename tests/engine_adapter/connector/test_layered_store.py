@@ -16,8 +16,8 @@ from kvstrata.engine_adapter.connector.layered import LayerRanges
 from kvstrata.engine_adapter.connector.layered_store import LayeredStore
 from kvstrata.engine_adapter.connector.layout import GroupLayout
 from kvstrata.proto.status import BlockStatus
-from tests.e2e.real_pool import until
 from tests.engine_adapter.connector.scripted_client import WINDOW, Engine, ScriptedClient, names, store
+from tests.waiting import until
 
 LAYERS = GroupLayout(fingerprint="model/layers", block_tokens=4, layers=4)
 

@@ -20,6 +20,7 @@ from kvstrata.engine_adapter.connector.presence import answer_lookup
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.proto.keys import split_hashes
 from tests.engine_adapter.connector.scripted_client import FULL, STATE, WAIT_S, WIDTH, WINDOW, Gate, layout, names
+from tests.waiting import until
 
 Answer = Callable[[LookupAsk], LookupAnswer]
 
@@ -73,15 +74,6 @@ def asker(endpoint: str) -> Iterator[Asker]:
 
 def echo(ask: LookupAsk) -> LookupAnswer:
     return LookupAnswer(lookup_id=ask.lookup_id, present=[b"\1" * (len(part) // WIDTH) for part in ask.hashes])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    tick = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        tick.wait(0.005)
-    raise AssertionError("did not happen in time")
 
 
 def test_each_asker_gets_its_answers(serve: Callable[[Answer], LookupServer], asker: Asker, endpoint: str) -> None:

@@ -13,6 +13,7 @@ from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.proto.status import BlockStatus
 from tests.engine_adapter.connector.scripted_client import Engine, ScriptedClient, job, load, names, store
 from tests.transfer.late_transfer import LateTransfer
+from tests.waiting import until
 
 Start = Callable[..., Engine]
 
@@ -39,13 +40,6 @@ def engine(client: ScriptedClient) -> Iterator[Engine]:
 
 def parked(engine: Engine) -> int:
     return int(engine.side.health()["jobs_parked"])  # type: ignore[call-overload]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])

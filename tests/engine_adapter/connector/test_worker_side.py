@@ -37,6 +37,7 @@ from tests.engine_adapter.connector.scripted_client import (
     names,
     store,
 )
+from tests.waiting import until
 
 Start = Callable[..., Engine]
 
@@ -63,16 +64,6 @@ def put(client: ScriptedClient, hashes: bytes, group: str = FULL.fingerprint, si
     for at in range(0, len(hashes), WIDTH):
         name = hashes[at : at + WIDTH]
         client.blocks[(group, 0, "", name)] = (name * (size // WIDTH + 1))[:size]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """For what a background loop does by itself."""
-    tick = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        tick.wait(0.005)
-    raise AssertionError("did not happen in time")
 
 
 # -------------------------------------------------------------------- the plain way

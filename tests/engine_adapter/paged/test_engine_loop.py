@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.engine_adapter.paged.text.tokenizer import ByteTokenizer
 from kvstrata.proto.errors import Busy, Closed, InvalidArgument, Unavailable
 from tests.engine_adapter.paged.simulated import Pool, ScriptedConnector, SimulatedRanks, expected, kv_config
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 STEP = StepConfig(max_num_batched_tokens=16, max_num_seqs=4, max_waiting=3)
@@ -88,13 +88,6 @@ def rig() -> Iterator[Rig]:
     made.ranks.gate.set()
     made.loop.close()
     assert not made.loop._thread.is_alive() and made.ranks.closed
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 def text(length: int) -> list[int]:

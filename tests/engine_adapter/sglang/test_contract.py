@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvstrata.proto.errors import InvalidArgument, Refused
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
 from tests.engine_adapter.sglang.stand_ins import ArrayPool
+from tests.waiting import until
 
 pytest.importorskip("sglang", exc_type=ImportError)
 torch = pytest.importorskip("torch")

@@ -11,8 +11,9 @@ import pytest
 
 from kvstrata.client import BlockStatus, Client, LoadResult, StoreResult
 from kvstrata.engine_adapter.sglang.page_store import PageStore
-from tests.e2e.real_pool import RealPool, until
+from tests.e2e.real_pool import RealPool
 from tests.engine_adapter.sglang.stand_ins import AbsentClient, ArrayPool, Config
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

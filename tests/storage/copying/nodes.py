@@ -21,7 +21,8 @@ from kvstrata.transfer.base import Endpoint, Fetch, Push
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.tcp import TcpTransport
-from tests.storage.conftest import key, keys, payload, until
+from tests.storage.conftest import key, keys, payload
+from tests.waiting import until
 
 BLOCK_BYTES = 50_000
 NAMESPACE = Namespace("model", BLOCK_BYTES, 16)

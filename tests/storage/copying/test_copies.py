@@ -20,8 +20,9 @@ from kvstrata.storage.eviction.quotas import NodeShare
 from kvstrata.storage.node import StorageNode
 from kvstrata.transfer.connection import Connection
 from kvstrata.transfer.identity import Identity, boot_id
-from tests.storage.conftest import key, until
+from tests.storage.conftest import key
 from tests.storage.copying.nodes import BLOCK_BYTES, MIB, NAMESPACE, CopyNode, MakeNode
+from tests.waiting import until
 
 STORED, PRESENT, LOADED, MISSING = 1, 2, 3, 20
 

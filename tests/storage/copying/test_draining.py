@@ -18,8 +18,9 @@ from kvstrata.storage.copying import farewell, offers
 from kvstrata.storage.copying.draining import DrainState
 from kvstrata.storage.copying.farewell import Farewell
 from kvstrata.storage.state import WriteAsk
-from tests.storage.conftest import fill, key, keys, until
+from tests.storage.conftest import fill, key, keys
 from tests.storage.copying.nodes import BLOCK_BYTES, MIB, NAMESPACE, CopyNode, MakeNode
+from tests.waiting import until
 
 COMMANDS = itertools.count(1)
 

@@ -24,9 +24,10 @@ from kvstrata.transfer.base import Endpoint, Push
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.tcp import TcpTransport
-from tests.storage.conftest import Node, key, keys, payload, until
+from tests.storage.conftest import Node, key, keys, payload
 from tests.storage.copying.nodes import BLOCK_BYTES, NAMESPACE, CopyNode
 from tests.storage.test_attach import FakeMaster
+from tests.waiting import until
 
 DAEMON = """
 import json, sys

@@ -23,8 +23,9 @@ from kvstrata.transfer.base import Endpoint, Push
 from kvstrata.transfer.identity import Identity
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.tcp import TcpTransport
-from tests.storage.conftest import key, keys, payload, until
+from tests.storage.conftest import key, keys, payload
 from tests.storage.copying.nodes import BLOCK_BYTES, NAMESPACE, CopyNode, MakeNode
+from tests.waiting import until
 
 DAEMON = """
 import json, sys
@@ -127,7 +128,7 @@ def test_a_source_that_goes_on_is_asked_again(make: MakeNode, source: Source) ->
     def whole() -> bool:
         return set(target.copy(source, BLOCKS)) <= {BlockStatus.STORED, BlockStatus.ALREADY_PRESENT}  # type: ignore[arg-type]
 
-    until(whole, 15.0)
+    until(whole)
     assert target.load(BLOCKS) == [BlockStatus.LOADED] * len(BLOCKS)
 
 

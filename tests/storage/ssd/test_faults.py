@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from kvstrata.storage.ssd.faults import Faults
 from kvstrata.storage.ssd.log import DeviceConfig, Limits, SsdLog
 from kvstrata.storage.ssd.raw_file import DiskFile, RawFile
 from tests.storage.ssd.stores import BLOCK_BYTES, DEVICE_BYTES, Store, key, versions_of
+from tests.waiting import until
 
 LOADED, CORRUPT, READ_ERROR = BlockStatus.LOADED, BlockStatus.CORRUPT, BlockStatus.READ_ERROR
 
@@ -158,13 +158,6 @@ def test_a_stuck_device_holds_nobody_up(tmp_path: Path) -> None:
     for name in names:
         assert into[name] == b"z" * BLOCK_BYTES, "a late thread wrote into memory of another"
     store.close()
-
-
-def until(what: object, timeout_s: float = 5.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < end
-        threading.Event().wait(0.002)
 
 
 def test_a_device_that_never_answers_is_taken_out(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from kvstrata.transfer.rdma.memory import LocalMemory
 from kvstrata.transfer.rdma.owner import Owner
 from kvstrata.transfer.rdma.rails import RailOptions
 from kvstrata.transfer.regions import Region
-from tests.storage.conftest import until
 from tests.storage.fake_engine import CMA, FakeEngine
 from tests.storage.railed_node import NAMESPACE
 from tests.transfer.rdma.fake_agent import FakeAgent
 from tests.transfer.rdma.peer_world import COUNT, S, World, asked
+from tests.waiting import until
 
 SOON_S = 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,16 +19,10 @@ from kvstrata.transfer.rdma.jobs import RailJob
 from kvstrata.transfer.rdma.ledger import POSTED_PER_PEER, WAITING_MAX
 from kvstrata.transfer.rdma.owner import Owner
 from tests.transfer.rdma.fake_agent import FakeAgent
+from tests.waiting import until
 
 SOON_S = 20.0
 BASE = 1 << 20
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def piece(at: int = BASE, length: int = 64, memory: Memory | None = None) -> Pieces:

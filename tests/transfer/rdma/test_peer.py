@@ -20,10 +20,10 @@ from kvstrata.transfer.rdma.engine import JobState
 from kvstrata.transfer.rdma.peer import RdmaPeer
 from kvstrata.transfer.rdma.rails import Rails
 from kvstrata.transfer.rdma.session import RailState
-from tests.storage.conftest import until
 from tests.storage.fake_engine import FakeJob, failing, posted, waiting
 from tests.storage.railed_node import BLOCK_BYTES, NAMESPACE
 from tests.transfer.rdma.peer_world import COUNT, HASHES, S, World, asked, corrupting, push, up
+from tests.waiting import until
 
 
 @pytest.fixture

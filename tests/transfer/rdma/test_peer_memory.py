@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvstrata.transfer.base import Mask, Push
-from tests.storage.conftest import until
 from tests.storage.fake_engine import FakeJob, posted
 from tests.storage.railed_node import BLOCK_BYTES, NAMESPACE
 from tests.transfer.rdma.peer_world import COUNT, HASHES, S, World, asked, push
+from tests.waiting import until
 
 
 @pytest.fixture

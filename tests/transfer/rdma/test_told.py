@@ -20,10 +20,10 @@ from kvstrata.transfer.rdma.client_rails import ClientRails
 from kvstrata.transfer.rdma.peer import RdmaPeer
 from kvstrata.transfer.rdma.told import ToldRegions
 from kvstrata.transfer.regions import Region
-from tests.storage.conftest import until
 from tests.storage.fake_engine import posted
 from tests.storage.railed_node import NAMESPACE
 from tests.transfer.rdma.peer_world import HASHES, S, World, push, up
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvstrata.proto import channel_pb2 as pb
@@ -112,13 +112,6 @@ def failure(stream: FrameStream) -> str:
     frame = stream.receive()
     assert frame.kind == Kind.FAILURE, frame
     return pb.Failure.FromString(frame.message).code
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 class Drip:

@@ -23,7 +23,8 @@ from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rates import USUAL, Account, Bounds
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.tickets import BEHIND_S, LIFE_S, SKEW_S, greeting_of, issue, prove
-from tests.transfer.security.doors import Clock, Door, Drip, failure, someone, until, write_keys
+from tests.transfer.security.doors import Clock, Door, Drip, failure, someone, write_keys
+from tests.waiting import until
 
 #: Frames that are never asked by the side that connects, once its hello is over.
 ANSWERS = {kind for kind in Kind if kind.name.endswith("OK")} | {

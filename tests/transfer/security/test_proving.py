@@ -22,7 +22,8 @@ from kvstrata.transfer.security.key_file import KeyFile
 from kvstrata.transfer.security.minted import MintedTickets
 from kvstrata.transfer.security.rights import Role
 from kvstrata.transfer.security.tickets import LIFE_S, SKEW_S, issue
-from tests.transfer.security.doors import Door, Forced, someone, until, write_keys
+from tests.transfer.security.doors import Door, Forced, someone, write_keys
+from tests.waiting import until
 
 CALL_S = 5.0
 

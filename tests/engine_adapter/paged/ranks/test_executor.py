@@ -7,8 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from kvstrata.engine_adapter.paged.request import SamplingParams
 from kvstrata.proto.errors import Closed, InvalidArgument, Unavailable
 from tests.engine_adapter.paged.played_steps import Steps
 from tests.processes import alive
+from tests.waiting import until
 
 LONG_S = 30.0
 
@@ -39,13 +39,6 @@ def config(ranks: int, model: str = "tiny", pool: PoolConfig | None = None) -> E
         pool=pool or PoolConfig(),
         tensor_parallel=ranks,
     )
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG_S
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def open_fds() -> set[Path]:
