@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -18,6 +17,7 @@ from kvstrata.proto.errors import FingerprintMismatch, KVError, Unavailable
 from kvstrata.proto.status import BlockStatus, PlaceState
 from kvstrata.transfer.base import Endpoint
 from tests.client.fake_pool import FakeMaster, FakeNode, packed
+from tests.waiting import until
 
 NODE = Endpoint("a", 1, "h:1")
 STANDS_S = 1.0
@@ -243,13 +243,6 @@ class Pool:
     def store(self) -> BlockStatus:
         self.next += 1
         return BlockStatus(int(self.client.store(self.ns, "", packed(1, self.next), self.blocks).status[0]))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_clients_master_hears_of_each_block_once(connect: Callable[..., Client], master: FakeMaster) -> None:

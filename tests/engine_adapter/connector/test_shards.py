@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -32,6 +31,7 @@ from tests.engine_adapter.connector.scripted_client import (
     names,
     store,
 )
+from tests.waiting import until
 
 SHARDS = 4
 #: Of a shard: a head's 4 bytes in K and in V of 4 tokens, in each of 2 layers.
@@ -69,13 +69,6 @@ def content(block: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """[layers * K/V, tokens, heads, 4] of a block, in the model's heads."""
     draw = np.random.default_rng(block)
     return draw.integers(0, 256, (4, 4, SHARDS, 4), np.uint8)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.01)
 
 
 def of_rank(block: int, rank: int, ranks: int) -> bytes:
