@@ -67,6 +67,8 @@ class Inventory:
         self.admission = Admission(self, quotas) if quotas is not None else None
         #: Called for each block that is evicted, while its bytes are still there.
         self.evicted: Callable[[Block], None] | None = None
+        #: Called when blocks in flight were taken away: who waits for them need not.
+        self.taken_away: Callable[[], None] = lambda: None
         #: Whether a block can be read from the tier below; None when there is none.
         self.copied: Callable[[Block], bool] | None = None
         #: Keeps slots of dropped scopes from being free before they are overwritten.
@@ -206,6 +208,8 @@ class Inventory:
                 block.slab.pinned += 1  # as every block that is neither visible nor free; undone by drop
                 self._free(block)
                 return
+        elif block.state == IN_FLIGHT:
+            self.taken_away()
         block.state = LEAVING
         self._leaving.add(block)
 
@@ -517,6 +521,7 @@ class Inventory:
                 if block.shelf is shelf:
                     block.slab.generations[block.slot] = self.arena.next_generation()
         self.story.tell(self.now, _VERBS.get(why, "dropped"), shelf, list(islice(shelf.blocks.values(), STORY_BLOCKS)))
+        self.taken_away()
         return len(shelf.blocks)
 
     def _take_down(self, shelf: Shelf) -> None:

@@ -214,8 +214,6 @@ class CopyIntake:
             done = reservations.commit(piece.reservation, checksums, mask)
         else:
             done = bytearray([_ABORTED]) * len(piece.blocks)
-        if piece.tier == Tier.SSD and self._moves is not None:
-            self._moves.settled()
         stored: list[int] = []
         for row, position in enumerate(piece.positions):
             kept = done[row] == _STORED

@@ -7,8 +7,9 @@ one-sided transfer that outlasts its writer's deadline keeps the mark until it h
 The directory's turn comes when the writer has its answer: nobody waits for it.
 
 With an SSD that is written through, the writing begins in the hold of the lock that makes blocks visible, and an
-answer waits, within its writer's deadline, until none of its blocks is on the way to SSD any more, whoever writes it:
-then it says what is durable. Blocks are visible before that.
+answer waits, for a part of its writer's deadline, until this node writes none of its blocks to SSD any more, whatever
+for: then it says what is durable. Blocks are visible before that. Behind a device that hangs, answers come at once
+(:meth:`Movers.flushed`): it costs stores one wait, not one a part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvstrata.storage.serving.pieces import FewPieces
 from kvstrata.storage.serving.rail_pulls import Taken
 from kvstrata.storage.serving.rail_region import RailRegion
 from kvstrata.storage.serving.rails import NodeRails
-from kvstrata.storage.serving.reads import WAIT_MAX_S, WAIT_SHARE
+from kvstrata.storage.serving.reads import WAIT_MAX_S
 from kvstrata.storage.serving.receiver import digests, mismatched, receive, receive_range
 from kvstrata.storage.serving.regions import ClientRegion, Descriptors, RegionBook
 from kvstrata.storage.state import NodeState, Reserved, WriteAsk
@@ -42,8 +43,10 @@ from kvstrata.transfer.server import Handler, Reply
 from kvstrata.transfer.sessions import ServerConnection
 from kvstrata.transfer.tracing import TRACING
 
-#: An answer that grants slots, or asks for the commit, waits for blocks that were here before for this part of what is
-#: left of its writer's deadline.
+#: An answer waits for flushes for at most this part of what is left of its writer's deadline: other parts of the same
+#: store may follow, and need the rest.
+WAIT_SHARE: Final = 0.5
+#: The same of an answer that grants slots, or asks for the commit: blocks that were here before.
 WAIT_SHARE_BEFORE: Final = 0.25
 
 _ABORTED = int(BlockStatus.ABORTED)
@@ -98,7 +101,8 @@ class WriteHandlers:
         with self._lock:
             self._state.release(key, releases)
             got = self._state.reserve(key, _ask(message), self._clock())
-        return _reserved(got, self._durable(message, got, until))
+            durable = self._durable(message, got, until)
+        return _reserved(got, durable)
 
     def _write(self, connection: ServerConnection, frame: Frame) -> Reply:
         message = parsed(pb.Write, frame)
@@ -208,10 +212,9 @@ class WriteHandlers:
                 self._state.release(key, releases)
                 table = self._checked(message, ask, region, checksums)
                 got = self._state.reserve(key, ask, self._clock())
-            if got.reservation is not None:
-                self._state.start_moving(got.reservation)
-        if got.reservation is None:
-            return _reserved(got, self._durable(message.reserve, got, until))
+            if got.reservation is None:
+                return _reserved(got, self._durable(message.reserve, got, until))
+            self._state.start_moving(got.reservation)
         whole = len(got.reservation.blocks) == len(got.status)
         granted = range(len(got.status)) if whole else [i for i, s in enumerate(got.status) if s == _RESERVED]
         wanted = table if whole else table[granted]
@@ -220,7 +223,8 @@ class WriteHandlers:
             with TRACING.span("kvstrata.node.copy"):
                 taken, problem = self._pulls.take(region, got.reservation, wanted, message.at)
             if taken is not Taken.ARRIVED:
-                durable = self._durable(message.reserve, got, until) if taken is not Taken.FAILED else b""
+                with self._lock:
+                    durable = self._durable(message.reserve, got, until) if taken is not Taken.FAILED else b""
                 return _not_taken(taken, problem, got, granted, durable)
         expected = checksums if whole else [checksums[i] for i in granted] if checksums else ()
         with self._moving(got.reservation):
@@ -268,10 +272,11 @@ class WriteHandlers:
         assert got.reservation is not None
         with self._lock:
             alive = self._moved(got.reservation, message.nbytes)
-        if not alive:
-            for position in granted:
-                got.status[position] = _ABORTED
-        return _reserved(got, self._durable(message.reserve, got, until), held=alive)
+            if not alive:
+                for position in granted:
+                    got.status[position] = _ABORTED
+            durable = self._durable(message.reserve, got, until)
+        return _reserved(got, durable, held=alive)
 
     def _pulled_and_committed(
         self,
@@ -287,7 +292,10 @@ class WriteHandlers:
         done, sequence = self._received(got.reservation, expected, wrong)
         for position, status in zip(granted, done, strict=True):
             got.status[position] = status
-        durable = self._durable(ask, got, until)
+        if self._through and _STORED in got.status:
+            self._changed()
+        with self._lock:
+            durable = self._durable(ask, got, until)
         answer = pb.ReserveOk(status=bytes(got.status), delta_seq=sequence, durable=durable if any(durable) else b"")
         return Reply(Kind.RESERVE_OK, answer.SerializeToString(), after=self._changed)
 
@@ -316,32 +324,31 @@ class WriteHandlers:
         shelf, until = reservation.shelf, reservation.deadline - MARGIN_S
         hashes = [block.hash for block in reservation.blocks]
         self._changed()
-        return self._on_ssd(shelf.entry.handle, shelf.salt, hashes, until, WAIT_SHARE)
+        with self._lock:
+            return self._on_ssd(shelf.entry.handle, shelf.salt, hashes, until, WAIT_SHARE)
 
     def _durable(self, ask: pb.Reserve, got: Reserved, until: float) -> bytes:
-        """The same of an answer to a reserve or a pull, for what was here before it, too.
+        """The same of an answer to a reserve or a pull, for what was here before it, too. With the lock held.
 
         While slots are to be filled, or the commit is to come, the writer needs most of its time for that.
         """
         status = got.status
-        stored = self._through and _STORED in status
-        if self._movers is None or (_PRESENT not in status and not stored):
+        if self._movers is None or (_PRESENT not in status and not (self._through and _STORED in status)):
             return b""
         width = len(ask.hashes) // len(status)
         hashes = [ask.hashes[i * width : (i + 1) * width] for i in range(len(status))]
-        if stored:
-            self._changed()
         return self._on_ssd(ask.ns, ask.salt, hashes, until, WAIT_SHARE_BEFORE if _RESERVED in status else WAIT_SHARE)
 
     def _on_ssd(self, handle: int, salt: str, hashes: Sequence[bytes], until: float, share: float) -> bytes:
-        """1 where a block is flushed. A node that writes through waits for what is on its way, for a ``share`` of the
-        time until its writer gives up."""
+        """1 where a block is flushed. A node that writes through waits for what it is writing, for a ``share`` of the
+        time until its writer gives up.
+
+        With the lock held: it is let go of while this waits."""
         movers = self._movers
         assert movers is not None
-        with self._lock:
-            if not self._through:
-                return bytes(movers.tiers.durable(handle, salt, hashes))
-            return bytes(movers.flushed(handle, salt, hashes, min((until - self._clock()) * share, WAIT_MAX_S)))
+        if not self._through:
+            return bytes(movers.tiers.durable(handle, salt, hashes))
+        return bytes(movers.flushed(handle, salt, hashes, min((until - self._clock()) * share, WAIT_MAX_S)))
 
     # ------------------------------------------------------------------ ends of a move
 

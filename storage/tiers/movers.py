@@ -45,7 +45,7 @@ WARN_S: Final = 5.0
 _READ, _DEMOTE = "ssd-mover", "ssd-demotion"
 
 _LOADED = int(BlockStatus.LOADED)
-_LOST = int(BlockStatus.LATE)
+_LATE = int(BlockStatus.LATE)
 
 
 class Movers:
@@ -65,7 +65,7 @@ class Movers:
         self._changed = changed
         self._clock = clock
         self._arrived = threading.Condition(lock)
-        tiers.settled = self._arrived.notify_all
+        tiers.ssd.inventory.taken_away = self._arrived.notify_all
         self._queue = threading.Condition()
         self._wanted: deque[Move] = deque()
         self._ahead: deque[Move] = deque()
@@ -109,7 +109,10 @@ class Movers:
         self._enqueue(moves, self._wanted)
 
     def flushed(self, handle: int, salt: str, hashes: Sequence[bytes], timeout_s: float) -> bytearray:
-        """1 where a block is on SSD, once nobody writes any of them there any more, or after so long.
+        """1 where a block is on SSD, once this node writes none of them there any more, or after so long.
+
+        The time for which the oldest write has been under way counts: behind a device that has not answered for as long
+        as the caller would wait, nobody waits. Else each part of a store waits in its turn, and the last ones are late.
 
         Call with the lock held: it is let go of while this waits.
         """
@@ -120,7 +123,9 @@ class Movers:
                 coming.pop()
             return not coming
 
-        self._await(over, timeout_s)
+        wait_s = timeout_s - self.tiers.writing_s(self._clock())
+        if coming and wait_s > 0:
+            self._await(over, wait_s)
         return self.tiers.durable(handle, salt, hashes)
 
     def _await(self, done: Callable[[], bool], timeout_s: float) -> None:
@@ -176,7 +181,7 @@ class Movers:
             self._write(move)
 
     def _read(self, move: Move) -> None:
-        statuses: Sequence[int] = [_LOST] * len(move.source)
+        statuses: Sequence[int] = [_LATE] * len(move.source)
         try:
             if any(block.state == IN_FLIGHT for block in move.target):
                 statuses = self._store.read(move.source, [block.bytes() for block in move.target])
@@ -197,13 +202,16 @@ class Movers:
     def _write(self, move: Move) -> list[bool]:
         flushed = [False] * len(move.source)
         durable: list[bool] = []
+        written = any(block.state == VISIBLE for block in move.source)
         try:
-            if any(block.state == VISIBLE for block in move.source):
+            if written:
                 flushed = self._store.write(
                     [(to, header(to, of), of.bytes()) for of, to in zip(move.source, move.target, strict=True)]
                 )
         finally:
             with self._lock:
+                if not written:
+                    self.tiers.unspent(move, self._clock())
                 durable = self.tiers.demoted(move, flushed, self._clock())
                 self._arrived.notify_all()
         self._changed()

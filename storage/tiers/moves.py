@@ -10,7 +10,7 @@ The tiers are inclusive: a promoted block keeps its copy on SSD, so that its nex
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -135,12 +135,12 @@ class TierMoves:
         self.budget = budget or WriteBudget(None, 0.0)
         self.quarantine = Quarantine(self.ssd.leases)
         self.ahead_bytes = 0
-        #: Called when a block came to be on SSD, or did not, without a move.
-        self.settled: Callable[[], None] = lambda: None
         self._limit = limit
         self._dirty: deque[Block] = deque()
         self._moves: set[Move] = set()
         self._arriving: dict[Block, Move] = {}
+        #: Targets of the moves down, by when they were chosen, the oldest first.
+        self._writing: OrderedDict[Block, float] = OrderedDict()
         dram.inventory.copied = self.copied
 
     # ------------------------------------------------------------------ down
@@ -244,18 +244,29 @@ class TierMoves:
         self.budget.spend(sum(block.slab.slot_bytes for block in target), now)
         move = Move(source, target, parts, holds, up=False)
         self._moves.add(move)
+        self._writing.update(dict.fromkeys(target, now))
         return move
 
     def demoted(self, move: Move, flushed: Sequence[bool], now: float) -> list[bool]:
         """A mover is done: what was flushed, and still stands, is on SSD from here on. True for those."""
+        durable = self._landed(move, flushed, now)
+        self.counts.demote_failed += durable.count(False)
+        return durable
+
+    def _landed(self, move: Move, flushed: Sequence[bool], now: float) -> list[bool]:
         self.ssd.inventory.now = self.dram.inventory.now = now
         stands = [ok and _stands(block) for ok, block in zip(flushed, move.source, strict=True)]
         durable = self._commit(self.ssd, move, stands, "written")
         self.counts.demoted += sum(durable)
         self.counts.demoted_bytes += sum(b.slab.slot_bytes for b, ok in zip(move.target, durable, strict=True) if ok)
-        self.counts.demote_failed += durable.count(False)
+        for block in move.target:
+            del self._writing[block]
         self._finish(move, self.dram)
         return durable
+
+    def unspent(self, move: Move, now: float) -> None:
+        """Nothing of a move down was written, nor will be: today's writes have that room again."""
+        self.budget.refund(sum(block.slab.slot_bytes for block in move.target), now)
 
     def abandon(self, move: Move, now: float) -> None:
         """It has not begun and will not. What was to be written may be chosen again; readers are late."""
@@ -264,14 +275,22 @@ class TierMoves:
             return
         for block in move.source:
             block.offered = 0
-        self.demoted(move, [False] * len(move.source), now)
+        self.unspent(move, now)
+        self._landed(move, [False] * len(move.source), now)
 
     def coming(self, handle: int, salt: str, hashes: Iterable[bytes]) -> list[Block]:
-        """Copies on SSD that are being written, for demotion, a writer, or an order to copy, while :func:`arrives`."""
+        """Copies on SSD that this node is writing, for demotion or a writer, while :func:`arrives`.
+
+        Not those that another node is sending: they come when their source and the network let them.
+        """
         shelf = self.ssd.inventory.shelves.get((handle, salt))
         if shelf is None:
             return []
-        return [copy for key in hashes if (copy := shelf.blocks.get(key)) is not None and copy.state == IN_FLIGHT]
+        return [copy for key in hashes if (copy := shelf.blocks.get(key)) is not None and copy in self._writing]
+
+    def writing_s(self, now: float) -> float:
+        """For how long the oldest move down has been under way, in seconds; 0 when there is none."""
+        return now - next(iter(self._writing.values()), now)
 
     def evicted(self, block: Block) -> None:
         """A block has left DRAM to make room: count it when it was nowhere else."""
@@ -504,6 +523,7 @@ class TierMoves:
         assert len(set(targets)) == len(targets), "a block is the target of two moves"
         up = {block for move in self._moves if move.up for block in move.target}
         assert up == self._arriving.keys(), "arriving blocks and moves differ"
+        assert set(targets) - up == self._writing.keys(), "blocks that are being written and moves differ"
         keys = [(b.shelf.entry.handle, b.shelf.salt, b.hash) for b in targets if arrives(b)]
         assert len(set(keys)) == len(keys), "a key moves twice at once"
         for move in self._moves:

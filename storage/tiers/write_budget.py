@@ -52,6 +52,13 @@ class WriteBudget:
             self._fill(now)
             self._tokens -= nbytes
 
+    def refund(self, nbytes: int, now: float) -> None:
+        """Bytes that were spent and will not be written."""
+        self.written_bytes -= nbytes
+        if self.daily_bytes is not None:
+            self._fill(now)
+            self._tokens = min(self._capacity, self._tokens + nbytes)
+
     def _fill(self, now: float) -> None:
         self._tokens = min(self._capacity, self._tokens + max(0.0, now - self._at) * self._rate)
         self._at = max(self._at, now)

@@ -214,9 +214,11 @@ class NodeHost:
     def _tend(self) -> None:
         """What comes due, and what may go to the SSD."""
         self.moved_at = self.process.clock()
-        self.state.expire(self.moved_at)
+        with self.lock:
+            self.state.expire(self.moved_at)
+            if self.ssd is not None:
+                self.ssd.moves.expire(self.moved_at)
         if self.ssd is not None:
-            self.ssd.moves.expire(self.moved_at)
             self._demote()
 
     def changed(self) -> None:

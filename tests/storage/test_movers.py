@@ -14,18 +14,20 @@ from kvstrata.storage.copying.intake import CopyIntake, Told
 from kvstrata.storage.records import Block
 from kvstrata.storage.tiers.movers import Movers
 from kvstrata.storage.tiers.ssd_policy import SsdPolicy
+from kvstrata.storage.tiers.write_budget import Allowance
 from kvstrata.transfer.base import Endpoint
 from kvstrata.transfer.loops import Loops
+from tests.waiting import until
 
-from .conftest import holds, key, until
+from .conftest import holds, key
 from .tier_node import TierNode
 
 
 class Working:
     """A two-tier node whose movers run."""
 
-    def __init__(self, policy: SsdPolicy = SsdPolicy.DEMOTE) -> None:
-        self.node = TierNode(policy=policy)
+    def __init__(self, policy: SsdPolicy = SsdPolicy.DEMOTE, daily_writes: int | None = None) -> None:
+        self.node = TierNode(policy=policy, daily_writes=daily_writes)
         self.lock = threading.Lock()
         self.loops = Loops()
         self.movers = Movers(self.node.moves, self.node.store_, self.lock, clock=lambda: self.node.now)
@@ -54,17 +56,20 @@ class Working:
             self.node.check()
         return statuses
 
+    def end(self) -> None:
+        self.node.store_.open_gate.set()
+        self.movers.stop(0.0)
+        self.loops.stop()
+        with self.lock:
+            self.node.assert_quiet()
+        self.node.arena.close()
+
 
 @pytest.fixture
 def working() -> Iterator[Working]:
     one = Working()
     yield one
-    one.node.store_.open_gate.set()
-    one.movers.stop(0.0)
-    one.loops.stop()
-    with one.lock:
-        one.node.assert_quiet()
-    one.node.arena.close()
+    one.end()
 
 
 def test_readers_get_their_blocks_side_by_side(working: Working) -> None:
@@ -155,10 +160,7 @@ def test_demotion_holds_back_while_a_reader_waits_but_not_for_ever(working: Work
 def through() -> Iterator[Working]:
     one = Working(SsdPolicy.WRITE_THROUGH)
     yield one
-    one.node.store_.open_gate.set()
-    one.movers.stop(0.0)
-    one.loops.stop()
-    one.node.arena.close()
+    one.end()
 
 
 def stored(node: TierNode, numbers: range) -> list[Block]:
@@ -205,62 +207,85 @@ def test_what_demotion_has_taken_is_waited_for_as_well(through: Working, monkeyp
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_what_another_node_is_sending_to_the_ssd_is_waited_for_too(
+def test_what_another_node_is_sending_to_the_ssd_is_not_waited_for(
     through: Working, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
-    """A client stores what an order to copy is bringing: it is on its way, without a move."""
+    """A client stores what an order to copy is bringing: a source that is slow does not slow the store."""
     node = through.node
     copy = Copy(
         (1, 1), Endpoint("s", 1, "s:1"), node.namespace, "", [key(n) for n in range(4)], 0, Tier.SSD,
         CopyReason.REPLICA, node.now + 60.0, lambda done: None,
     )  # fmt: skip
     intake = CopyIntake(node.state, node.moves)
+    monkeypatch.setattr(through.movers, "_await", lambda done, timeout_s: pytest.fail("it waits"))
     with through.lock:
         positions = intake.next_piece(copy, node.now)
         piece = intake.admit(copy, positions, [Told(0, b"", n, 0.0) for n in positions], node.now)
         assert piece is not None and len(piece.blocks) == 4 and piece.tier == Tier.SSD
         through.movers.write_through(stored(node, range(4)))
         assert not through.movers._wanted
-    outcome = [int(BlockStatus.STORED if arrives else BlockStatus.LATE)] * 4
-    waits = through.movers._await
-
-    def ends() -> None:
-        with through.lock:
-            intake.commit(piece, outcome, node.now)
-
-    ending = threading.Thread(target=ends)
-
-    def sent(done: Callable[[], bool], timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        ending.start()
-        waits(done, timeout_s)
-        assert time.monotonic() < until_s, "it was not told of the end"
-
-    monkeypatch.setattr(through.movers, "_await", sent)
-    with through.lock:
+        assert flushed(through, range(4), 20.0) == [0] * 4
+        intake.commit(piece, [int(BlockStatus.STORED if arrives else BlockStatus.LATE)] * 4, node.now)
         assert flushed(through, range(4), 20.0) == [int(arrives)] * 4
-    ending.join(5)
+        move = node.moves.demotions(1 << 20, node.now, everything=True)
+        assert (move is None) == arrives, "what did not come is still to be written"
+        if move is not None:
+            node.finish(move)
 
 
-@pytest.mark.parametrize("how", ["remove", "bump"])
+@pytest.mark.parametrize("how", ["remove", "bump", "device"])
 def test_nobody_waits_for_what_has_gone(through: Working, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long its slot is still being written to."""
+    """However long its slot is still being written to; who waits already is told."""
     node, waits = through.node, through.movers._await
+    waiting = threading.Event()
 
-    def gone(done: Callable[[], bool], timeout_s: float) -> None:
+    def goes() -> None:
+        waiting.wait(5)
+        with through.lock:  # which who waits has let go of
+            if how == "remove":
+                node.remove(range(4))
+            elif how == "bump":
+                node.state.set_epoch(node.namespace.group, 1, node.now)
+            else:
+                for slab in node.store_.arena.slabs:
+                    node.ssd.lose(slab)
+
+    def waited(done: Callable[[], bool], timeout_s: float) -> None:
         assert not done()
-        if how == "remove":
-            node.remove(range(4))
-        else:
-            node.state.set_epoch(node.namespace.group, 1, node.now)
         until_s = time.monotonic() + timeout_s
+        waiting.set()
         waits(done, timeout_s)
-        assert time.monotonic() < until_s
+        assert done() and time.monotonic() < until_s
 
-    monkeypatch.setattr(through.movers, "_await", gone)
+    monkeypatch.setattr(through.movers, "_await", waited)
+    going = threading.Thread(target=goes)
+    going.start()
     with through.lock:
         through.movers.write_through(stored(node, range(4)))
-        assert flushed(through, range(4)) == [0] * 4
+        assert flushed(through, range(4), 8.0) == [0] * 4
+        assert node.moves.moving and waiting.is_set(), "no move's end woke it"
+    going.join(5)
+
+
+def test_behind_a_device_that_hangs_nobody_waits_for_as_long_as_it_has_hung(
+    through: Working, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for other blocks; who would wait longer waits for the rest, and as ever once the device goes on."""
+    waits: list[float] = []
+    monkeypatch.setattr(through.movers, "_await", lambda done, timeout_s: waits.append(timeout_s))
+    node = through.node
+    with through.lock:
+        through.movers.write_through(stored(node, range(4)))
+        assert flushed(through, range(4), 2.0) == [0] * 4 and waits.pop() == 2.0
+        node.now += 1.5
+        through.movers.write_through(stored(node, range(50, 54)))
+        for numbers in (range(4), range(50, 54)):
+            assert flushed(through, numbers, 1.5) == [0] * 4 and not waits
+            assert flushed(through, numbers, 4.0) == [0] * 4 and waits.pop() == 2.5
+        node.remove(range(4))
+        assert flushed(through, range(50, 54), 1.5) == [0] * 4 and not waits, "the device is no quicker by that"
+        node.moves.abandon(through.movers._wanted.popleft(), node.now)
+        assert flushed(through, range(50, 54), 1.5) == [0] * 4 and waits.pop() == 1.5
 
 
 def test_what_is_given_up_at_a_stop_is_flushed_all_the_same(through: Working) -> None:
@@ -272,6 +297,28 @@ def test_what_is_given_up_at_a_stop_is_flushed_all_the_same(through: Working) ->
     with through.lock:
         through.movers.write_through(stored(through.node, range(50, 54)))
         assert flushed(through, range(50, 54)) == [0] * 4, "nothing is begun any more, and nobody hangs"
+
+
+def test_what_is_given_up_at_a_stop_has_cost_no_writes() -> None:
+    """A budget that its first choice has used up is there for the flush; nothing is counted twice, nor as failed."""
+    one = Working(SsdPolicy.WRITE_THROUGH, daily_writes=24 * 160 << 10)  # 80 KiB at the start
+    node, budget = one.node, one.node.moves.budget
+    with one.lock:
+        one.movers.write_through(stored(node, range(16)))
+        assert budget.allowance(node.now) is Allowance.SPENT
+    one.movers.stop(5.0)
+    assert node.on_ssd(range(16)) == list(range(16))
+    assert budget.written_bytes == node.state.counts.demoted_bytes and not node.state.counts.demote_failed
+    one.end()
+
+
+def test_what_went_before_it_was_written_has_cost_no_writes(through: Working) -> None:
+    with through.lock:
+        through.movers.write_through(stored(through.node, range(6)))
+        through.node.remove(range(6))
+    through.movers._perform_one()
+    counts, budget = through.node.state.counts, through.node.moves.budget
+    assert (budget.written_bytes, counts.demote_failed, through.node.store_.writes) == (0, 6, 0)
 
 
 def test_a_store_that_raises_ends_the_move_and_shows_in_health(working: Working) -> None:

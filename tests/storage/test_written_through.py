@@ -24,7 +24,8 @@ from kvstrata.transfer.base import Endpoint, Peer, Push, Pushed, Transport
 from kvstrata.transfer.identity import Identity, boot_id
 from kvstrata.transfer.regions import Region
 from kvstrata.transfer.shm import ShmPeer, ShmTransport
-from kvstrata.transfer.tcp import TcpPeer, TcpTransport
+from kvstrata.transfer.tcp import SOCKETS, TcpPeer, TcpTransport
+from tests.waiting import until
 
 from .conftest import key, keys, payload
 
@@ -33,6 +34,8 @@ NAMESPACE = Namespace("model", BLOCK_BYTES, 16)
 STORED, PRESENT = int(BlockStatus.STORED), int(BlockStatus.ALREADY_PRESENT)
 #: Blocks of a store that commits in its first message over shm, and of one that does not.
 FEW, MANY = 4, 40
+#: Of a store over TCP, one after another on each connection.
+PARTS = 3
 
 
 class Through:
@@ -111,6 +114,18 @@ class Through:
 
         monkeypatch.setattr(self.movers, "_await", performed)
 
+    def noted_waits(self, monkeypatch: pytest.MonkeyPatch, *, really: bool) -> list[float]:
+        """Seconds that answers wait for at most, in the list that is returned; they do not unless ``really``."""
+        noted, waits = list[float](), self.movers._await
+
+        def waited(done: Callable[[], bool], timeout_s: float) -> None:
+            noted.append(timeout_s)
+            if really:
+                waits(done, timeout_s)
+
+        monkeypatch.setattr(self.movers, "_await", waited)
+        return noted
+
     def end(self) -> None:
         self.faults.resume()
         for peer in self.peers:
@@ -121,7 +136,7 @@ class Through:
         self.node.stop()
 
 
-def push(peer: Peer, numbers: range, seconds: float = 10.0) -> Pushed:
+def push(peer: Peer, numbers: range, seconds: float = 60.0) -> Pushed:
     data = bytearray(b"".join(payload(key(n), 0, BLOCK_BYTES) for n in numbers))
     view = Region(np.frombuffer(data, np.uint8), None).rows(NAMESPACE)
     return peer.push(Push(NAMESPACE, "", keys(numbers), view, time.monotonic() + seconds))
@@ -180,17 +195,37 @@ def test_a_device_that_hangs_costs_the_flush_and_not_the_store(
     through: Through, peer: Peer, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer has to travel, and bytes that are still to come take time: a part of the deadline is for that."""
-    waits: list[float] = []
-    monkeypatch.setattr(through.movers, "_await", lambda done, timeout_s: waits.append(timeout_s))
+    waits = through.noted_waits(monkeypatch, really=False)
     through.faults.stall()
-    done = push(peer, range(count), 10.0)
+    done = push(peer, range(count), 60.0)
     assert set(done.status) == {STORED} and not any(durable(done))
-    assert waits and min(waits) > 0 and max(waits) <= 9.0
+    assert waits and min(waits) > 0 and max(waits) <= 30.0
     waits.clear()
-    done = push(peer, range(2 * count), 10.0)
+    done = push(peer, range(2 * count), 60.0)
     assert list(done.status) == [PRESENT] * count + [STORED] * count and not any(durable(done))
     two_messages = isinstance(peer, TcpPeer) or count == MANY
-    assert max(waits) <= 9.0 and min(waits) <= (2.5 if two_messages else 9.0)
+    assert max(waits) <= 30.0 and min(waits) <= (15.0 if two_messages else 30.0)
+
+
+def test_a_device_that_hangs_is_waited_for_once(through: Through, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and not by each part of a store in its turn, nor by who stores the same again, or more: really waited."""
+    monkeypatch.setattr("kvstrata.transfer.tcp.PART_BYTES", FEW * BLOCK_BYTES)
+    peer = through.connect(TcpTransport)
+    count = PARTS * SOCKETS * FEW
+    waits = through.noted_waits(monkeypatch, really=True)
+    through.faults.stall()
+    done = push(peer, range(count), 6.0)
+    assert set(done.status) == {STORED} and not any(durable(done))
+    assert 1 <= len(waits) <= SOCKETS and max(waits) <= 3.0
+    waits.clear()
+    done = push(peer, range(count), 4.0)
+    assert set(done.status) == {PRESENT} and not any(durable(done)) and not waits
+    done = push(peer, range(count + FEW), 4.0)
+    assert set(done.status) == {PRESENT, STORED} and not any(durable(done)) and not waits
+    through.faults.resume()
+    until(lambda: not through.moves.moving)
+    assert all(durable(push(peer, range(FEW), 60.0))), "it was on its way"
+    assert all(durable(push(peer, range(count + FEW, count + 2 * FEW), 60.0))), "it is waited for again"
 
 
 def test_demotion_by_policy_makes_no_writer_wait(through: Through, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
