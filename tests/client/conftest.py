@@ -24,7 +24,7 @@ def master(nodes: dict[str, FakeNode]) -> Iterator[FakeMaster]:
 
 @pytest.fixture
 def connect(nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
-    """Makes clients whose peers are the fake nodes."""
+    """Makes clients whose peers are the fake nodes, and whose calls may take long on a busy machine."""
     opened: list[Client] = []
 
     class Choice(FakeChoice):
@@ -34,6 +34,7 @@ def connect(nodes: dict[str, FakeNode], monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr("kvstrata.client.client.TransportChoice", Choice)
 
     def make(masters: str, **options: object) -> Client:
+        options.setdefault("transfer_deadline_ms", 20_000)
         opened.append(Client(masters, **options))  # type: ignore[arg-type]
         return opened[-1]
 
