@@ -8,6 +8,8 @@ from typing import Final, NamedTuple
 
 #: Rates are over about so long.
 RATE_S: Final = 10.0
+#: No node moves so many bytes between two turns: who says so is not believed.
+BELIEVED_MAX: Final = 1 << 50
 
 
 class Moved(NamedTuple):
@@ -54,14 +56,15 @@ class Flows:
         seen: dict[str, _Flow] = {}
         for row in told:
             flow = self._flows.get(row.node_id)
-            if flow is None:
-                # What it moved before it was known here is not of this time.
+            anew = flow is None or flow.incarnation != row.incarnation or min(row.moved - flow.last) < 0
+            grown = row.moved if flow is None or anew else row.moved - flow.last
+            if flow is None or anew or max(grown) > BELIEVED_MAX:
+                # What it moved before it was known here is not of this time; all since its new start is.
+                if flow is not None and max(grown) <= BELIEVED_MAX:
+                    self.total = self.total.plus(grown)
                 flow = _Flow(row.incarnation, row.moved, now, row.moved)
-            elif flow.incarnation != row.incarnation or min(row.moved - flow.last) < 0:
-                flow = _Flow(row.incarnation, row.moved, now, row.moved)
-                self.total = self.total.plus(row.moved)  # all since its new start
             else:
-                self.total = self.total.plus(row.moved - flow.last)
+                self.total = self.total.plus(grown)
                 flow.last = row.moved
                 self._rate(flow, now)
             seen[row.node_id] = flow

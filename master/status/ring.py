@@ -11,6 +11,9 @@ import numpy.typing as npt
 STEP_S: Final = 2.0
 SPAN_S: Final = 3600.0
 
+#: A counter that is past it stays there.
+_MOST: Final = (1 << 63) - 1
+
 _Places = TypeVar("_Places", int, npt.NDArray[np.intp])
 
 
@@ -34,7 +37,7 @@ class CounterRing:
         self._times[slot] = now
         self._rows[slot] = before if self._held else 0
         for name, value in values.items():
-            self._rows[slot, self._index[name]] = value
+            self._rows[slot, self._index[name]] = min(value, _MOST)
         self._next = (slot + 1) % len(self._times)
         self._held = min(self._held + 1, len(self._times))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.master.status.flows import RATE_S, Flows, Moved, Told
+from kvstrata.master.status.flows import BELIEVED_MAX, RATE_S, Flows, Moved, Told
 from kvstrata.master.status.ring import STEP_S, CounterRing
 
 _samples = st.lists(st.tuples(st.floats(0.5, 9.0), st.integers(0, 100), st.integers(0, 5)), min_size=1, max_size=60)
@@ -82,3 +82,22 @@ def test_the_total_never_falls_whatever_nodes_say(said: list[tuple[str, int, int
         flows.check()
         assert min(flows.total - before) >= 0
         before = flows.total
+
+
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_what_no_node_can_have_moved_is_not_counted(incarnation: int) -> None:
+    flows = Flows()
+    flows.turn([_told("n", 1, 1000), _told("m", 1, 0)], 0.0)
+    flows.turn([_told("n", incarnation, BELIEVED_MAX), _told("m", 1, 70)], 2.0)
+    assert flows.total == Moved(70, 140, 0) and flows.rates("n") == (0.0, 0.0, 0.0)
+    flows.turn([_told("n", incarnation, BELIEVED_MAX + 10), _told("m", 1, 70)], 4.0)
+    assert flows.total == Moved(80, 160, 0), "what follows counts again"
+    flows.check()
+
+
+def test_a_counter_past_what_a_sample_holds_stays_there() -> None:
+    ring = CounterRing(("n", "m"))
+    for at, n in enumerate((1 << 62, (1 << 63) - 1, 1 << 63, 1 << 70)):
+        ring.sample({"n": n, "m": at}, at * STEP_S)
+        ring.check()
+    assert ring.grown(STEP_S) == (STEP_S, {"n": 0, "m": 1})
