@@ -14,32 +14,37 @@ from kvstrata.transfer.cores import SecondCore, usable_cores
 #: Threads of the pool at most: a machine's memory is busy long before as many copy.
 THREADS_MAX: Final = 16
 
+#: Who claims a half.
+ASKER, HELPER = "asker", "helper"
+
 _second_core = SecondCore()
 _helpers: Helpers | None = None
 
 
 class Half:
-    """Work for whichever thread claims it first. Whoever claims it does it, once."""
+    """Work for whoever claims it first: the thread that asks, or a helper. Whoever claims it does it, once."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
         self.worked_s = 0.0  #: CPU seconds of the helper
         self.problem: BaseException | None = None
-        self._claims: dict[str, int] = {}
+        self._claims: dict[str, str] = {}
         self._ended = threading.Lock()
         self._ended.acquire()
 
-    def claim(self) -> bool:
-        """Whether it is this thread's. May be asked again, as by one that was interrupted before it knew."""
-        me = threading.get_ident()
-        return self._claims.setdefault("thread", me) == me
+    def claim(self, who: str = ASKER) -> bool:
+        """Whether it is theirs. May be asked again, as by one that was interrupted before it knew: of helpers one asks.
+
+        By role and not by thread: a thread that has ended leaves its number to the next one.
+        """
+        return self._claims.setdefault("by", who) == who
 
     def end(self) -> None:
         """Said by a helper that claimed it."""
         self._ended.release()
 
     def settle(self) -> None:
-        """Return when no helper is at it, nor will be; if a signal's handler raises meanwhile, raise that, but then.
+        """Return when no helper is at it, nor will be. What a signal's handler raises while it waits is raised then.
 
         Waits as long as the work takes: its caller's memory is written until then, whatever the caller's deadline.
         """
@@ -74,7 +79,7 @@ class Helpers:
         self._threads.submit(self._do, half)
 
     def _do(self, half: Half) -> None:
-        if not half.claim():
+        if not half.claim(HELPER):
             return
         with self._lock:
             self._at_work += 1
@@ -94,7 +99,8 @@ def worth_it() -> bool:
 
 
 def run_both(mine: Callable[[], None], others: Callable[[], None]) -> None:
-    """Both ended when it returns or raises, signals' handlers included: no byte lands after that."""
+    """Both ended when it returns or raises: no byte lands after that. Signals' handlers may raise, too, but for the
+    few instructions between two rounds of :meth:`Half.settle`."""
     start = time.perf_counter()
     helpers, half = _of_this_process(), Half(others)
     try:

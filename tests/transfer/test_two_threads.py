@@ -11,9 +11,9 @@ import pytest
 
 from kvstrata.transfer import two_threads
 from kvstrata.transfer.cores import ALONE_MAX, SecondCore, usable_cores
-from kvstrata.transfer.two_threads import Half, Helpers, run_both, worth_it
+from kvstrata.transfer.two_threads import ASKER, HELPER, Half, Helpers, run_both, worth_it
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def may_use(monkeypatch: pytest.MonkeyPatch, cores: int) -> SecondCore:
@@ -32,6 +32,14 @@ def attempts(core: SecondCore, pieces: int, worked_s: float) -> list[bool]:
         if split[-1]:
             core.tried(worked_s, 1.0)
     return split
+
+
+def test_a_half_is_its_askers_or_a_helpers_whatever_their_threads_are_called() -> None:
+    """A thread that has ended leaves its number to the next one, which may find a half of its predecessor's."""
+    half = Half(lambda: None)
+    assert half.claim() and half.claim() and not half.claim(HELPER)
+    half = Half(lambda: None)
+    assert half.claim(HELPER) and not half.claim()
 
 
 def test_a_second_thread_is_used_while_it_has_a_core_and_rarely_while_it_has_none(
@@ -248,8 +256,8 @@ def test_no_byte_lands_after_an_interrupt_at_any_step(monkeypatch: pytest.Monkey
                 self._ended = Waited()  # type: ignore[assignment]
                 self._ended.acquire()
 
-        def claim(self) -> bool:
-            mine = super().claim()
+        def claim(self, who: str = ASKER) -> bool:
+            mine = super().claim(who)
             if "claimed" in when:
                 interrupt()
             return mine
