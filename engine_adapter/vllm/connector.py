@@ -268,7 +268,11 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         seed = os.environ.get("PYTHONHASHSEED", "")
         return Identity(
             model=engine_identity(
-                model, config.speculative_config, config.load_config.load_format, self.settings.namespace
+                model,
+                config.speculative_config,
+                config.load_config.load_format,
+                self.settings.namespace,
+                config.parallel_config.tensor_parallel_size,
             ),
             kv=f"{model.dtype}/{cache.cache_dtype}/{_device_kind(config)}",
             hashes=f"vllm {version}/{cache.prefix_caching_hash_algo}/{seed}",

@@ -60,11 +60,13 @@ class Drafts(Protocol):
     def uses_draft_kv_cache(self) -> bool: ...
 
 
-def engine_identity(model: ModelConfig, drafts: Drafts | None, load_format: str, namespace: str = "") -> str:
+def engine_identity(
+    model: ModelConfig, drafts: Drafts | None, load_format: str, namespace: str = "", ranks: int = 1
+) -> str:
     """Of the model, and of the one that drafts for it where its KV is in the same blocks, also where that is the model
     by name: it may be another revision of it, quantized, or loaded in another way. Raises :class:`InvalidArgument` for
     a vLLM that does not tell."""
-    text = model_identity(model, load_format, namespace)
+    text = model_identity(model, load_format, namespace, ranks)
     if drafts is None:
         return text
     check_methods(drafts, ("draft_model_config", "draft_load_config", "uses_draft_kv_cache"), "speculative config")
@@ -72,16 +74,17 @@ def engine_identity(model: ModelConfig, drafts: Drafts | None, load_format: str,
     if drafter is None or not drafts.uses_draft_kv_cache():
         return text
     loaded = drafts.draft_load_config.load_format if drafts.draft_load_config is not None else load_format
-    return f"{text} drafts {model_identity(drafter, loaded, namespace)}"
+    return f"{text} drafts {model_identity(drafter, loaded, namespace, ranks)}"
 
 
-def model_identity(model: ModelConfig, load_format: str, namespace: str = "") -> str:
-    """``namespace``, where it is set, stands for name and weights, of a model that drafts too."""
+def model_identity(model: ModelConfig, load_format: str, namespace: str = "", ranks: int = 1) -> str:
+    """``namespace``, where it is set, stands for name and weights, of a model that drafts too. ``ranks`` of tensor
+    parallelism: vLLM draws random weights for each by itself."""
     settings = f"{model.quantization or 'none'}/{_digest(_config_text(model.hf_config))}"
     if namespace:
         return f"{namespace} {settings}"
     if load_format == "dummy":  # random weights
-        return f"dummy/{model.seed} {settings}"
+        return f"dummy/{model.seed}/{ranks} {settings}"
     folder = Path(model.model)
     if folder.is_dir():
         return f"files/{weights_digest(folder)} {settings}"

@@ -74,8 +74,10 @@ def kv_heads(group: Group) -> dict[str, int]:
 
 
 def _heads(spec: Spec) -> int:
+    """Slots of the cache that a layout counts by itself are no heads, also where they are as many: planes of K and V,
+    say, with all heads in each."""
     heads: int = getattr(spec, "num_kv_heads", 0)
-    apart = "MLA" not in type(spec).__name__ and getattr(spec, "num_head_slots", None) in (None, heads)
+    apart = "MLA" not in type(spec).__name__ and getattr(spec, "num_head_slots", None) is None
     return heads if apart else 0
 
 

@@ -147,6 +147,8 @@ def test_a_namespace_replaces_name_and_weights_only() -> None:
 def test_random_weights_are_told_by_their_seed() -> None:
     one, two = ModelConfig("org/one"), ModelConfig("org/one", seed=1)
     assert model_identity(one, "dummy") != model_identity(two, "dummy")
+    assert model_identity(one, "dummy", ranks=1) != model_identity(one, "dummy", ranks=2), "each rank draws its own"
+    assert model_identity(one, "auto", ranks=1) == model_identity(one, "auto", ranks=2)
 
 
 def test_a_model_that_drafts_counts_where_its_kv_is_in_the_blocks(tmp_path: Path) -> None:
@@ -210,6 +212,7 @@ def test_shards_of_layers_that_differ_in_heads() -> None:
         (CacheGroup(["a"], MLAAttentionSpec(num_kv_heads=1)), 1, 1, 2, "MLA.*leave kv_shards out"),
         (CacheGroup(["a"], MLAAttentionSpec(num_kv_heads=1)), 2, 2, 2, "each hold the same KV.*leave kv_shards out"),
         (CacheGroup(["a"], spec_of(4, num_head_slots=8)), 1, 1, 2, "without heads of its own"),
+        (CacheGroup(["a"], spec_of(2, num_head_slots=2)), 4, 1, 8, "without heads of its own"),
         (
             CacheGroup(["a"], FullAttentionSpec(page_size_bytes=129, num_kv_heads=2)),
             1,
