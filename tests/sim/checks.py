@@ -140,13 +140,25 @@ class Checks:
             self._allowed[salt] = limit
 
     def emptied(self) -> None:
-        """The store has lost all. What was set a moment ago only the leader knows, and it may be killed with it."""
+        """The store has lost all. What some other master has not read since only the leader knows: it may be killed
+        with it, and one that has stood still may lead in its place with what it knew before."""
+        unread = self._read_by_all()
         for salt, at in self._limited_at.items():
-            if self._world.now - at < READ_BY_OTHERS_S:
+            if at > unread:
                 self.limit_set(salt, None)
         for clearing in self._world.oracle.clearings:
-            if clearing.answered_at is not None and self._world.now - clearing.answered_at < READ_BY_OTHERS_S:
+            if clearing.answered_at is not None and clearing.answered_at > unread:
                 clearing.answered_at = None
+
+    def _read_by_all(self) -> float:
+        """What was saved until then every master that is up has read, but who leads, which has said it."""
+        up = [host for host in self._world.masters.values() if host.up]
+        if not up:
+            return -math.inf
+        leading = [host for host in up if host.campaign.election.leading]
+        leader = max(leading, key=lambda host: host.campaign.election.epoch, default=None)
+        others = [host.store.read_at for host in up if host is not leader]
+        return min([self._world.now - READ_BY_OTHERS_S, *others])
 
     def usage(self) -> None:
         """INV-11: no tenant uses more than its limit once its nodes work by that: when what each may come to use, or

@@ -62,7 +62,9 @@ class MasterHost:
 
     def _open(self) -> None:
         world, process = self.world, self.process
-        store = StoreClient(world.store, lambda: self.name not in world.store_cuts, shared=len(world.master_names) > 1)
+        self.store = store = StoreClient(
+            world.store, lambda: self.name not in world.store_cuts, shared=len(world.master_names) > 1
+        )
         try:
             self.hub = self._hub(store)
         except Unavailable:

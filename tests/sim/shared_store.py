@@ -43,6 +43,7 @@ class StoreClient:
 
     def __init__(self, server: StoreServer, reaches: Callable[[], bool], shared: bool) -> None:
         self.shared = shared
+        self.read_at = 0.0  #: what was saved until then its master knows
         self._server = server
         self._reaches = reaches
 
@@ -95,7 +96,9 @@ class StoreClient:
         server.epoch = max(server.epoch, epoch)
 
     def revision(self) -> int:
-        return self._reach().revision
+        revision = self._reach().revision
+        self.read_at = self._server.clock()  # its master loads what is newer
+        return revision
 
     def campaign(self, me: LeaderRecord, ttl_ms: int) -> LeaderRecord:
         server = self._reach()
