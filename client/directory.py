@@ -146,7 +146,7 @@ class Directory:
             return self.masters.leading(placed)
 
         if not packed:  # nothing is asked: it is nobody's store
-            return ask(b"")
+            return ask(packed)
         with TRACING.span("kvstrata.directory.place", kind=SpanKind.CLIENT):
             return join_placed([ask(piece) for piece in pieces])
 

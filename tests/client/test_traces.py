@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ from kvstrata.client import Client
 from kvstrata.transfer.base import Named
 from kvstrata.transfer.tracing import TRACING
 from tests.client.fake_pool import FakeMaster, FakeNode, FakePeer, packed, split
+from tests.waiting import until
 
 pytest.importorskip("opentelemetry.sdk", reason="the otel extra is not installed")
 
@@ -62,10 +62,7 @@ def test_a_prefetch_is_a_span_under_its_caller_s_and_nodes_are_asked_under_it_al
     finished.clear()
     with TRACING.span("caller"):
         prefetch = client.prefetch(ns, "", packed(COUNT + 2))
-        deadline = time.monotonic() + 5
-        while not prefetch.done():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(prefetch.done)
     nodes["a"].on_ssd.clear()
     assert prefetch.wait() is not None
     spans = _by_name(finished)
