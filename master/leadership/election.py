@@ -60,9 +60,9 @@ class Election:
         """What the store is to be asked at ``now``."""
         if self._over:
             return Ask.WATCH
-        if self._too_small:
-            return Ask.RENEW
-        return Ask.WATCH if now < self._hold_until and not self.leading else Ask.CAMPAIGN
+        if now < self._hold_until and not self.leading:
+            return Ask.WATCH  # also whose lease is too small: it ends by itself
+        return Ask.RENEW if self._too_small else Ask.CAMPAIGN
 
     # ------------------------------------------------------------------ what happens
 

@@ -78,6 +78,19 @@ def test_what_a_node_has_heard_deposes_at_once_and_the_next_epoch_is_greater() -
     election.check()
 
 
+def test_who_stood_still_leaves_an_emptied_store_to_the_leader_that_knows_more() -> None:
+    election = led(3)
+    election.told(5, False, 1.0)
+    election.hold(1.0)
+    assert election.ask(1.0 + TTL_S - 0.1) is Ask.WATCH
+    assert election.answered(replace(OTHER, epoch=6), 1.5) is Move.FOLLOW
+    election = led(3)
+    election.told(5, False, 1.0)
+    election.hold(1.0)
+    assert election.ask(1.0 + TTL_S) is Ask.RENEW, "nobody came"
+    election.check()
+
+
 def test_two_of_one_epoch_neither_goes_on_in_it() -> None:
     election = led(3)
     assert election.told(3, True, 1.0) is Move.STEP_DOWN
