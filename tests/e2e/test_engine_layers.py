@@ -217,7 +217,7 @@ class LateLoads:
 def bytes_in_pool(engine: Engine, prompt: Prompt, salt: str) -> npt.NDArray[np.uint8]:
     """All full blocks of the prompt as the pool has them. ``engine``: whose namespace they are in."""
     side: Any = engine.executor._worker._connector  # type: ignore[attr-defined]
-    namespace = side._pool._attachment.namespace(0, side._pool.generation)
+    (namespace,) = side._pool._attachment.namespaces(0, side._pool.generation)
     hashes: list[bytes] = []
     hasher = BlockHasher(BLOCK, engine.config.cache.hash_algorithm)
     hasher.extend(hasher.root(salt), hashes, prompt)
