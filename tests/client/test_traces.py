@@ -14,24 +14,18 @@ from tests.waiting import until
 
 pytest.importorskip("opentelemetry.sdk", reason="the otel extra is not installed")
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstrata.transfer.otel import OtelTracer
+from tests.spans import recorded
 
 COUNT = 4
 
 
 @pytest.fixture
 def finished() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = OtelTracer(provider)
-    TRACING.start(tracer)
-    yield exporter
-    TRACING.stop(tracer)
+    with recorded() as exporter:
+        yield exporter
 
 
 @pytest.fixture

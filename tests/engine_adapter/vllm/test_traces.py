@@ -26,11 +26,10 @@ from tests.engine_adapter.vllm.stand_ins import BlockPool, BlockState, Request, 
 
 pytest.importorskip("opentelemetry.sdk", reason="the otel extra is not installed")
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstrata.transfer.otel import OtelTracer
+from tests.spans import recorded
 
 T = TypeVar("T")
 TRACE, CALLER = "1" * 32, "2" * 16
@@ -144,13 +143,8 @@ def serving(tmp_path: Path, client: TracedClient) -> Iterator[Serving]:
 
 @pytest.fixture
 def finished() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = OtelTracer(provider)
-    TRACING.start(tracer)
-    yield exporter
-    TRACING.stop(tracer)
+    with recorded() as exporter:
+        yield exporter
 
 
 def _callers(spans: Sequence[ReadableSpan]) -> set[tuple[str, str, str]]:
