@@ -25,8 +25,12 @@ class Directory(Protocol):
 def answer_lookup(pool: Directory, ask: LookupAsk) -> LookupAnswer:
     """Ask for every group that has hashes; ``answered`` False when one of them could not be asked.
 
-    A block is present when every shard of it is: the directory ANDs them.
+    A block is present when every shard of it is: the directory ANDs them. What the groups are called is known without
+    the pool.
     """
+    if ask.groups:
+        names = [group.fingerprint for group in pool.layout.groups if group.poolable]
+        return LookupAnswer(lookup_id=ask.lookup_id, present=[], groups=names)
     nothing = LookupAnswer(lookup_id=ask.lookup_id, present=[b""] * len(ask.hashes), answered=False)
     if not _fits(ask, pool.layout):
         return nothing

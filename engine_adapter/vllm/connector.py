@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.scheduler_side import make_scheduler_side
+from kvstrata.engine_adapter.connector.stored_groups import stored_groups
 from kvstrata.engine_adapter.connector.worker_side import make_worker_side
 from kvstrata.engine_adapter.vllm.block_pool import PoolBlockHolder
 from kvstrata.engine_adapter.vllm.checks import HASH_BYTES, check_start
@@ -32,7 +34,7 @@ from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity
 from kvstrata.engine_adapter.vllm.layout import kv_heads, make_layout, poolable
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
-from kvstrata.engine_adapter.vllm.resetting import reset_cache
+from kvstrata.engine_adapter.vllm.resetting import RANKS_SAY_S, reset_cache
 from kvstrata.engine_adapter.vllm.scheduler import StepPlanner
 from kvstrata.engine_adapter.vllm.settings import read_settings
 from kvstrata.engine_adapter.vllm.worker import StepRunner
@@ -180,7 +182,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def reset_cache(self) -> bool:
         """Whether nothing of older weights is found in the pool from here on: see :func:`reset_cache`."""
         assert self._bound is not None, "vLLM has not bound its block pool"
-        return reset_cache(self.settings, self._bound, self._layout, self._scheduler)
+        stored = partial(stored_groups, self._endpoint(), RANKS_SAY_S)
+        return reset_cache(self.settings, self._bound, self._layout, self._scheduler, stored)
 
     @property
     def _scheduler(self) -> StepPlanner:

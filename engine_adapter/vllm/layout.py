@@ -110,9 +110,10 @@ def make_layout(
     block_bytes: Sequence[int] = (),
 ) -> PoolLayout:
     """The same for the scheduler and all ranks, but for ``block_bytes``, which a rank knows of its tensors (one entry
-    a group) and the scheduler takes from the specs. KV that ranks hold alike, as vLLM counts it (of MLA, in 0.32), is
-    one shard, so that engines of several sizes share it; other KV they share with equal ``kv_shards``, see
-    :func:`rank_shards`, which raises."""
+    a group) and the scheduler takes from the specs; and but for a group whose layers differ in size, of which vLLM
+    tells the scheduler one layer's spec: its fingerprint and its bytes are the ranks' to say. KV that ranks hold alike,
+    as vLLM counts it (of MLA, in 0.32), is one shard, so that engines of several sizes share it; other KV they share
+    with equal ``kv_shards``, see :func:`rank_shards`, which raises."""
     groups = config.kv_cache_groups
     replicas = max(1, getattr(config, "kv_tp_replicas", 1))
     each = rank_shards(config, tensor_parallel, kv_shards)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from kvstrata.engine_adapter.connector.access import BY_ENVIRONMENT, PoolAccess
 from kvstrata.engine_adapter.connector.epochs import begin_epochs
@@ -14,6 +14,9 @@ from kvstrata.proto.logs import get_logger
 
 log = get_logger(__name__)
 
+#: What the ranks may take to say under which names they store.
+RANKS_SAY_S: Final = 2.0
+
 
 class Resettable(Protocol):
     """What is used of :class:`~kvstrata.engine_adapter.vllm.scheduler.StepPlanner`."""
@@ -22,16 +25,21 @@ class Resettable(Protocol):
 
 
 def reset_cache(
-    settings: Settings, layout: PoolLayout, layout_now: Callable[[], PoolLayout], planner: Resettable
+    settings: Settings,
+    layout: PoolLayout,
+    layout_now: Callable[[], PoolLayout],
+    planner: Resettable,
+    stored: Callable[[], Sequence[str]],
 ) -> bool:
     """False makes the call of vLLM fail that it is a part of: a reset, a sleep, or a pause that clears caches. vLLM
     does not say whether new weights follow; only who runs it knows.
 
-    ``layout``: what this engine has stored under since its start. One that is made now may be of other weights, as the
-    model's files may have been replaced, and the pool would go on with the older ones. ``layout_now`` makes it: where
-    it differs, weights are not fixed, whatever the settings say."""
+    ``stored`` asks the ranks for the namespace groups that they have stored under since the start. The scheduler's
+    ``layout`` would not do: of a group whose layers differ in size vLLM tells the scheduler one layer's alone, so that
+    its name is another one. Nor would a layout of now, which is of other weights where the model's files have been
+    replaced. ``layout_now`` makes one: where it differs, weights are not fixed, whatever the settings say."""
     if settings.reset_external:
-        return reset_pool(settings.masters, layout, planner, settings)
+        return reset_pool(settings.masters, stored, planner, settings)
     if settings.fixed_weights:
         if problem := _changed(layout, layout_now):
             log.error(f"the pool is not reset, and so vLLM's reset, sleep or pause fails: {problem}")
@@ -58,14 +66,16 @@ def _changed(layout: PoolLayout, layout_now: Callable[[], PoolLayout]) -> str:
     return ""
 
 
-def reset_pool(masters: str, layout: PoolLayout, planner: Resettable, access: PoolAccess = BY_ENVIRONMENT) -> bool:
-    """True when the pool has begun the next epoch of every group of the layout, and this engine goes on in it.
+def reset_pool(
+    masters: str, stored: Callable[[], Sequence[str]], planner: Resettable, access: PoolAccess = BY_ENVIRONMENT
+) -> bool:
+    """True when the pool has begun the next epoch of every namespace group ``stored``, and this engine goes on in it.
 
-    ``access``: what to show to masters. False, with the reason in the log, when it could not be told: the engine stays
-    where it was.
+    ``access``: what to show to masters. False, with the reason in the log, when it could not be told, or the ranks do
+    not say which groups they are: the engine stays where it was.
     """
     try:
-        begin_epochs(masters, [group.fingerprint for group in layout.groups if group.poolable], access)
+        begin_epochs(masters, stored(), access)
     except KVError as error:
         log.error("the pool is not reset", reason=f"{type(error).__name__}: {error}")
         return False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -13,16 +15,21 @@ import zmq
 
 from kvstrata.client.results import Lookup, prefix
 from kvstrata.engine_adapter.connector import lookup_server
+from kvstrata.engine_adapter.connector.base import GroupBlocks
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.lookup_messages import LookupAnswer, LookupAsk
 from kvstrata.engine_adapter.connector.lookup_server import LookupServer, decoded
 from kvstrata.engine_adapter.connector.presence import answer_lookup
-from kvstrata.proto.errors import InvalidArgument
+from kvstrata.engine_adapter.connector.stored_groups import stored_groups
+from kvstrata.proto.errors import InvalidArgument, KVError, ProtocolError, Unavailable
 from kvstrata.proto.keys import split_hashes
 from tests.engine_adapter.connector.scripted_client import FULL, STATE, WAIT_S, WIDTH, WINDOW, Gate, layout, names
 from tests.waiting import until
 
 Answer = Callable[[LookupAsk], LookupAnswer]
+
+#: Another message than an answer.
+NO_ANSWER = cast(LookupAnswer, GroupBlocks(group=0, hashes=b"", block_ids=[]))
 
 
 class Asker:
@@ -272,3 +279,33 @@ def test_a_directory_that_is_being_rebuilt_or_out_of_reach() -> None:
 @pytest.mark.parametrize("hashes", [(names(1)[:-1],), (names(1), names(1), names(1))])
 def test_a_question_that_does_not_fit_the_layout(hashes: tuple[bytes, ...]) -> None:
     assert not answer_lookup(Directory(layout(FULL, WINDOW)), ask(*hashes)).answered
+
+
+def test_rank_0_says_what_its_groups_are_called_also_while_the_pool_is_away(
+    serve: Callable[[Answer], LookupServer], endpoint: str
+) -> None:
+    directory = Directory(layout(FULL, STATE, WINDOW))
+    directory.reached = False
+    serve(partial(answer_lookup, directory))
+    assert stored_groups(endpoint, WAIT_S) == [FULL.fingerprint, WINDOW.fingerprint]
+
+
+def test_a_rank_0_that_does_not_say_is_waited_for_no_longer_than_asked(endpoint: str) -> None:
+    with pytest.raises(Unavailable, match=r"has not said within 0\.05 s"):
+        stored_groups(endpoint, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (LookupAnswer(lookup_id=0, present=[], answered=False), Unavailable),
+        (LookupAnswer(lookup_id=0, present=[]), Unavailable),
+        (NO_ANSWER, ProtocolError),
+    ],
+)
+def test_an_answer_that_names_no_groups_is_an_error(
+    serve: Callable[[Answer], LookupServer], endpoint: str, answer: LookupAnswer, expected: type[KVError]
+) -> None:
+    serve(lambda _: answer)
+    with pytest.raises(expected):
+        stored_groups(endpoint, WAIT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,14 @@ class KVCacheConfig:
     kv_cache_layout: str | None = "LBHNC"
     hash_block_size: int | None = 16
     kv_tp_replicas: int = 1
+
+
+def for_the_scheduler(config: KVCacheConfig) -> KVCacheConfig:
+    """What vLLM gives its scheduler: of a group whose layers differ, one layer's spec stands for all."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    told = [next(iter(s.kv_cache_specs.values())) if isinstance(s, UniformTypeKVCacheSpecs) else s for s in specs]
+    groups = [CacheGroup(group.layer_names, spec) for group, spec in zip(config.kv_cache_groups, told, strict=True)]
+    return replace(config, kv_cache_groups=groups)
 
 
 @dataclass
