@@ -31,7 +31,7 @@ from kvstrata.engine_adapter.vllm.endpoint import lookup_endpoint, remove_stale
 from kvstrata.engine_adapter.vllm.figures import ChangedFigures
 from kvstrata.engine_adapter.vllm.geometry import engine_memory
 from kvstrata.engine_adapter.vllm.identity import Identity, engine_identity
-from kvstrata.engine_adapter.vllm.layout import kv_heads, make_layout, poolable
+from kvstrata.engine_adapter.vllm.layout import kv_heads, make_layout, poolable, rank_shards
 from kvstrata.engine_adapter.vllm.messages import StepMeta
 from kvstrata.engine_adapter.vllm.metrics import KVStrataMetrics, KVStrataStats
 from kvstrata.engine_adapter.vllm.resetting import RANKS_SAY_S, reset_cache
@@ -199,7 +199,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         kept = [poolable(group.kv_cache_spec) for group in groups]
         names = [group.layer_names for group in groups]
         heads = {name: count for group in groups for name, count in kv_heads(group).items()}
-        each = self._layout().shards_per_rank
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        # Not of a layout: that reads samples of the weights, and the one below does.
+        each = rank_shards(self._kv_cache_config, ranks, self.settings.kv_shards)
         memory = engine_memory(names, kept, kv_caches, self._kv_cache_config.num_blocks, each, heads)
         memory = replace(memory, staged=exchanges_memory(self._vllm_config.model_config))
         block_bytes = [int(table[0, :, 1].sum()) for table in memory.tables]
