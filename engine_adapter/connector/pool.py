@@ -45,8 +45,6 @@ log = get_logger(__name__)
 
 PROBE_PERIOD_S: Final = 0.1
 CLOSE_S: Final = 1.0
-#: Threads that call at a time: of loads, of stores, of a store beside a step, and the probe's.
-CALLERS: Final = 8
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint8]
@@ -62,7 +60,8 @@ class Pool:
     ``engine_memory``, registered.
 
     Where the rank has several shards of a block, each is a call, all at once, and a row is what its worst shard is.
-    ``connect`` makes the client, see :class:`Attachment`. ``transfer_s``: what one call may take.
+    ``connect`` makes the client, see :class:`Attachment`. ``transfer_s``: what one call may take. ``callers``: threads
+    that load and store at a time.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Pool:
         connect: Callable[[], PoolClient],
         *,
         transfer_s: float,
+        callers: int,
         clock: Callable[[], float] = time.monotonic,
         engine_memory: EngineMemory | None = None,
     ) -> None:
@@ -82,8 +82,8 @@ class Pool:
         self._readiness = Readiness()
         self._attachment = Attachment(layout, rank, connect, engine_memory)
         self.memory: Bytes = self._attachment.memory
-        # One thread each, so that none waits for another and all of a call have the same deadline.
-        self._fanout = Fanout(max(1, (layout.shards_per_rank - 1) * CALLERS), "connector-shard")
+        # One thread each, the probe's too, so that none waits for another and all of a call have the same deadline.
+        self._fanout = Fanout(max(1, (layout.shards_per_rank - 1) * (callers + 1)), "connector-shard")
         self._last = ("", bytes(layout.hash_bytes), 0)  # salt, hash and group that a probe asks for
         self._closed = False
         self._superseded = False

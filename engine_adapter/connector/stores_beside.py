@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvstrata.engine_adapter.connector.layered import LayerRanges
 from kvstrata.engine_adapter.connector.layered_store import LayeredStore, largest, last_layers
 from kvstrata.engine_adapter.connector.layout import PoolLayout
 from kvstrata.engine_adapter.connector.outbox import OpenJob
 from kvstrata.engine_adapter.connector.workers import Workers
+
+THREADS: Final = 1
 
 
 class StoresBeside:
@@ -46,7 +49,7 @@ class StoresBeside:
         self._taken = False  # by the thread
         self._closed = False
         self._stats = {"stores_beside": 0.0, "stores_beside_given_up": 0.0}
-        self.workers = Workers("connector-store-beside", 1, self._step, bound_s=bound_s)
+        self.workers = Workers("connector-store-beside", THREADS, self._step, bound_s=bound_s)
 
     def choose(self, jobs: Sequence[OpenJob]) -> None:
         """The step's stores: one of them may begin when the first of its layers are written."""

@@ -35,6 +35,7 @@ from kvstrata.engine_adapter.connector.parking import Parking
 from kvstrata.engine_adapter.connector.pool import Pool
 from kvstrata.engine_adapter.connector.pool_client import PoolClient, open_client, transfer_s
 from kvstrata.engine_adapter.connector.presence import answer_lookup
+from kvstrata.engine_adapter.connector.stores_beside import THREADS as BESIDE_THREADS
 from kvstrata.engine_adapter.connector.stores_beside import StoresBeside
 from kvstrata.engine_adapter.connector.storing import Storer
 from kvstrata.engine_adapter.connector.workers import Workers
@@ -76,7 +77,10 @@ class PoolWorkerSide:
         bound_s = 2 * call_s + CLOSE_GRACE_S
         self.layout = layout
         self._close_s = call_s + CLOSE_GRACE_S
-        self._pool = Pool(layout, rank, connect, transfer_s=call_s, clock=clock, engine_memory=engine_memory)
+        callers = LOAD_THREADS + STORE_THREADS + BESIDE_THREADS
+        self._pool = Pool(
+            layout, rank, connect, transfer_s=call_s, callers=callers, clock=clock, engine_memory=engine_memory
+        )
         self.memory: npt.NDArray[np.uint8] = self._pool.memory
         group = layered_group(layout)
         self._layer_ranges = None if group is None else LayerRanges.of(self._pool.layer_ends(group))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.client.results import reasons_of
+from kvstrata.engine_adapter.connector import worker_side
 from kvstrata.engine_adapter.connector.base import ConnectorMeta, JobKind, PoolState
 from kvstrata.engine_adapter.connector.layered import LayeredLoads
 from kvstrata.engine_adapter.connector.layered_store import BYTES_MIN
@@ -156,6 +157,27 @@ def test_all_shards_are_asked_for_at_once(opened: Open, client: ScriptedClient) 
         client.loading.came()
     client.loading.open()
     assert reader.outcome(7).done == b"\1\1" and len(client.loads) == SHARDS
+
+
+def test_no_call_waits_for_another_s_threads_however_many_load_and_store(
+    opened: Open, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_side, "LOAD_THREADS", 7)
+    monkeypatch.setattr(worker_side, "STORE_THREADS", 5)
+    stored(opened(4), 1)
+    (engine,) = opened(1)
+    client.loading.shut()
+    client.storing.shut()
+    for index in range(7):
+        engine.side.start(load(10 + index, names(1), [10 + index]))
+    for index in range(5):
+        engine.store(store(20 + index, names(1, first=5 + index), [20 + index]))
+    for gate, calls in ((client.loading, 7), (client.storing, 5 + 1)):  # and what each rank stored before
+        for _ in range(calls * SHARDS):
+            gate.came()
+    client.loading.open()
+    client.storing.open()
+    assert {engine.outcome(job_id).done for job_id in (*range(10, 17), *range(20, 25))} == {b"\1"}
 
 
 def test_an_error_of_one_shard_ends_the_job_when_the_others_have_ended(opened: Open, client: ScriptedClient) -> None:
