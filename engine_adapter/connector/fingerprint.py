@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from kvstrata.engine_adapter.connector.kv_shards import shards_per_rank
-from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout
+from kvstrata.engine_adapter.connector.layout import GroupLayout, PoolLayout, check_pieces
 from kvstrata.engine_adapter.hashing import BlockHasher
 from kvstrata.engine_adapter.paged.cache.kv_cache_spec import (
     FullAttentionSpec,
@@ -50,8 +50,8 @@ def make_layout(
     ``model_identity`` names all that decides the KV of a token but what is in ``kv_config``: weights, revision,
     arithmetic. ``kv_shards``: into how many shards of heads blocks are cut, over all ranks; 0: one a rank. Engines of
     different ``tensor_parallel`` and equal ``kv_shards`` have equal fingerprints. Raises :class:`InvalidArgument` when
-    blocks cannot be named by the hasher's hashes, when one buffer cannot hold the groups, and when heads cannot be
-    cut so.
+    blocks cannot be named by the hasher's hashes, when one buffer cannot hold the groups, when heads cannot be cut
+    so, and when a block has too many pieces then.
     """
     if tensor_parallel < 1:
         raise InvalidArgument(f"tensor_parallel is {tensor_parallel}: expected at least 1")
@@ -67,6 +67,9 @@ def make_layout(
     pooled = [group.spec for group in kv_config.groups if poolable(group.spec)]
     heads = [spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 0 for spec in pooled]
     each = shards_per_rank(kv_shards, tensor_parallel, heads)
+    for group in kv_config.groups:
+        if poolable(group.spec):
+            check_pieces(len(group.layers) * parts * (group.spec.block_size if each > 1 else 1), each)
     groups = tuple(
         GroupLayout(
             fingerprint=group_fingerprint(

@@ -22,9 +22,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.gpu.memory import Buffer
+from kvstrata.transfer.regions import PIECES_MAX
 
 Pieces = npt.NDArray[np.int64]
+
+
+def check_pieces(pieces: int, shards: int) -> None:
+    """Raise :class:`InvalidArgument` where a pool block, one of ``shards`` of a rank's, lies in more pieces than a call
+    may name: each would be refused, for as long as the engine runs."""
+    if pieces > PIECES_MAX:
+        cut = "leave kv_shards out, or choose a KV layout with heads before tokens, or " if shards > 1 else "choose "
+        raise InvalidArgument(
+            f"a block of KV lies in {pieces} pieces, and {PIECES_MAX} is the most that can be pooled: {cut}smaller blocks"
+        )
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):

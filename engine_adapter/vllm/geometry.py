@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.engine_adapter.connector.layout import BlockPieces, EngineMemory
+from kvstrata.engine_adapter.connector.layout import BlockPieces, EngineMemory, check_pieces
 from kvstrata.proto.errors import InvalidArgument
 from kvstrata.transfer.gpu.memory import Buffer, device_memory
 from kvstrata.transfer.memory import HOST
@@ -147,8 +147,8 @@ def engine_memory(
     ``shards`` that each block is cut into, and by layer the ``heads`` that are cut.
 
     One view spans all tensors, also where they are allocations of their own and something else lies between them:
-    only what the tables name is touched. Raises :class:`InvalidArgument` for a layer without a tensor, and for tensors
-    that are not all on the host or on one device.
+    only what the tables name is touched. Raises :class:`InvalidArgument` for a layer without a tensor, for tensors
+    that are not all on the host or on one device, and for blocks in too many pieces.
     """
     missing = [name for names, kept in zip(groups, poolable, strict=True) if kept for name in names]
     missing = [name for name in missing if name not in kv_caches]
@@ -169,12 +169,15 @@ def engine_memory(
             parts.append(())
             continue
         layers = [kv_caches[name] for name in names]
-        table = group_pieces(layers, num_blocks)
-        table[:, :, 0] -= first
-        tables.append(table)
         if shards > 1:
             found = group_shards(layers, num_blocks, [(heads or {}).get(name, 0) for name in names], shards)
+            check_pieces(len(found[0].offsets), shards)
             parts.append(tuple(part.moved(-first) for part in found))
+        table = group_pieces(layers, num_blocks)
+        if shards == 1:
+            check_pieces(table.shape[1], shards)
+        table[:, :, 0] -= first
+        tables.append(table)
     device = {one.device.address: one.device for one in held if one.device is not None}
     span = np.zeros(0, np.uint8) if device else _span(first, held)
     cut = tuple(parts) if shards > 1 else ()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.engine_adapter.connector import layout as connector_layout
 from kvstrata.engine_adapter.connector.fingerprint import make_layout
 from kvstrata.engine_adapter.connector.kv_shards import SHARDS_PER_RANK_MAX, shards_per_rank
 from kvstrata.engine_adapter.connector.layout import BlockPieces, PoolLayout
@@ -161,6 +162,20 @@ def test_what_cannot_be_cut_is_refused_with_what_to_choose(
 ) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         shards_per_rank(kv_shards, ranks, heads)
+
+
+def test_blocks_in_more_pieces_than_a_call_may_name_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call would be."""
+    cache, tokens = cache_of(4, 4, (3,)), 8
+    monkeypatch.setattr(connector_layout, "PIECES_MAX", 3 * 2 * tokens)
+    assert len(layout_of(cache, 1, 2).shard_pieces(0, 0).offsets) == 3 * 2 * tokens
+    monkeypatch.setattr(connector_layout, "PIECES_MAX", 3 * 2 * tokens - 1)
+    with pytest.raises(InvalidArgument, match=r"in 48 pieces, and 47 is the most.*leave kv_shards out"):
+        layout_of(cache, 1, 2)
+    layout_of(cache, 2, 2)
+    monkeypatch.setattr(connector_layout, "PIECES_MAX", 3 * 2 - 1)
+    with pytest.raises(InvalidArgument, match=r"in 6 pieces.*: choose smaller blocks"):
+        layout_of(cache, 1)
 
 
 def test_a_latent_cannot_be_cut() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.engine_adapter.connector import layout as connector_layout
 from kvstrata.engine_adapter.vllm.geometry import engine_memory, head_pieces
 from kvstrata.proto.errors import InvalidArgument
 from tests.engine_adapter.vllm.stand_ins import ArrayTensor
@@ -107,6 +108,19 @@ def test_layers_that_share_a_tensor_are_cut_once_and_groups_that_are_not_pooled_
     memory = engine_memory([["a", "shares_a"], ["state"]], [True, False], names, BLOCKS, 2, heads)
     assert [len(shards) for shards in memory.shards] == [2, 0]
     assert memory.shards[0][0].lengths.tolist() == [2 * TOKENS * CONTENT * 4]
+
+
+@pytest.mark.parametrize(("shards", "pieces"), [(2, 2 * TOKENS), (1, 2)])
+def test_blocks_in_more_pieces_than_a_call_may_name_are_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, shards: int, pieces: int
+) -> None:
+    """Every call would be. Tokens before heads: two layers, cut by token or whole."""
+    tensors = tensors_of(content_of(5, 2), "LBNHC")
+    monkeypatch.setattr(connector_layout, "PIECES_MAX", pieces)
+    engine_memory([list(tensors)], [True], tensors, BLOCKS, shards, dict.fromkeys(tensors, HEADS))
+    monkeypatch.setattr(connector_layout, "PIECES_MAX", pieces - 1)
+    with pytest.raises(InvalidArgument, match=rf"in {pieces} pieces, and {pieces - 1} is the most.*smaller blocks"):
+        engine_memory([list(tensors)], [True], tensors, BLOCKS, shards, dict.fromkeys(tensors, HEADS))
 
 
 @pytest.mark.parametrize(
