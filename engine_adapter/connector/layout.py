@@ -35,7 +35,8 @@ def check_pieces(pieces: int, shards: int) -> None:
     if pieces > PIECES_MAX:
         cut = "leave kv_shards out, or choose a KV layout with heads before tokens, or " if shards > 1 else "choose "
         raise InvalidArgument(
-            f"a block of KV lies in {pieces} pieces, and {PIECES_MAX} is the most that can be pooled: {cut}smaller blocks"
+            f"a block of KV lies in {pieces} pieces, and {PIECES_MAX} is the most that can be pooled: "
+            f"{cut}smaller blocks"
         )
 
 
