@@ -63,7 +63,7 @@ class IndexReads:
         self._refused = False
         self._closed = False
         self._wanted = False
-        self._ask_at = 0.0
+        self._asked_at = 0.0
         self._scopes: dict[_Tenant, int] = {}
 
     # ------------------------------------------------------------------ what may be read
@@ -83,11 +83,11 @@ class IndexReads:
     def upkeep(self) -> None:
         """Map what is wanted; and ask again whether this client may read, where that can change."""
         wanted = not self._closed and (self._wanted or (self._asks and self._index is not None))
-        if wanted and self._link.channel.breaker.closed and time.monotonic() >= self._ask_at:
+        if wanted and self._link.channel.breaker.closed and time.monotonic() >= self._asked_at + ASK_S:
             self._map()
 
     def _map(self) -> None:
-        index, self._ask_at = self._index, time.monotonic() + ASK_S
+        index, self._asked_at = self._index, time.monotonic()
         try:
             self._index = self._slabs.map_index(index)
             self._wanted = False
@@ -113,7 +113,7 @@ class IndexReads:
         now = time.monotonic()
         if scope is None or index is None or now > request.deadline or not index.in_force(scope):
             return ask(request)
-        if self._asks and now > self._ask_at - ASK_S + UNASKED_S:
+        if self._asks and now > self._asked_at + UNASKED_S:
             return ask(request)
         try:
             if few:

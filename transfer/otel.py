@@ -64,7 +64,7 @@ class OtelTracer:
 
     @contextmanager
     def under(self, trace: str) -> Iterator[None]:
-        """No span of its own: those inside are children of the other process's, if it is sampled."""
+        """No span of its own: those inside are children of the one that is named, if it is sampled."""
         token = otel_context.attach(_PROPAGATOR.extract({"traceparent": trace}))
         try:
             yield

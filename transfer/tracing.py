@@ -90,7 +90,7 @@ class Tracing:
         return NOTHING if tracer is None else tracer.span(name, parent[:TRACE_CHARACTERS_MAX], kind)
 
     def under(self, trace: str) -> AbstractContextManager[object]:
-        """What is called inside comes under ``trace``, a traceparent of another process; "" changes nothing."""
+        """What is called inside comes under ``trace``, a traceparent of this process or another; "" changes nothing."""
         tracer = self._tracer
         return NOTHING if tracer is None or not trace else tracer.under(trace[:TRACE_CHARACTERS_MAX])
 

@@ -56,15 +56,17 @@ class Flows:
         seen: dict[str, _Flow] = {}
         for row in told:
             flow = self._flows.get(row.node_id)
-            anew = flow is None or flow.incarnation != row.incarnation or min(row.moved - flow.last) < 0
-            grown = row.moved if flow is None or anew else row.moved - flow.last
-            if flow is None or anew or max(grown) > BELIEVED_MAX:
-                # What it moved before it was known here is not of this time; all since its new start is.
-                if flow is not None and max(grown) <= BELIEVED_MAX:
-                    self.total = self.total.plus(grown)
+            if flow is None:  # what it moved before it was known here is not of this time
+                seen[row.node_id] = _Flow(row.incarnation, row.moved, now, row.moved)
+                continue
+            anew = flow.incarnation != row.incarnation or min(row.moved - flow.last) < 0
+            grown = row.moved if anew else row.moved - flow.last  # all since its new start
+            believed = max(grown) <= BELIEVED_MAX
+            if believed:
+                self.total = self.total.plus(grown)
+            if anew or not believed:
                 flow = _Flow(row.incarnation, row.moved, now, row.moved)
             else:
-                self.total = self.total.plus(grown)
                 flow.last = row.moved
                 self._rate(flow, now)
             seen[row.node_id] = flow

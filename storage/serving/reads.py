@@ -33,7 +33,7 @@ from kvstrata.transfer.sessions import ServerConnection
 from kvstrata.transfer.tracing import TRACING
 
 _LEASE, _INLINE, _PREFETCH, _COPY = range(4)
-#: A call waits for the SSD for this part of its caller's deadline: the answer has to travel, too.
+#: A read waits for the SSD for this part of its caller's deadline: the answer has to travel, too.
 WAIT_SHARE: Final = 0.9
 #: However patient the caller is, its thread is not held for longer.
 WAIT_MAX_S: Final = 30.0

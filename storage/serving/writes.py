@@ -45,7 +45,7 @@ from kvstrata.transfer.tracing import TRACING
 
 #: An answer waits for flushes for at most this part of what is left of its writer's deadline: other parts of the same
 #: store may follow, and need the rest.
-WAIT_SHARE: Final = 0.5
+STORE_WAIT_SHARE: Final = 0.5
 #: The same of an answer that grants slots, or asks for the commit: blocks that were here before.
 WAIT_SHARE_BEFORE: Final = 0.25
 
@@ -325,7 +325,7 @@ class WriteHandlers:
         hashes = [block.hash for block in reservation.blocks]
         self._changed()
         with self._lock:
-            return self._on_ssd(shelf.entry.handle, shelf.salt, hashes, until, WAIT_SHARE)
+            return self._on_ssd(shelf.entry.handle, shelf.salt, hashes, until, STORE_WAIT_SHARE)
 
     def _durable(self, ask: pb.Reserve, got: Reserved, until: float) -> bytes:
         """The same of an answer to a reserve or a pull, for what was here before it, too. With the lock held.
@@ -337,7 +337,8 @@ class WriteHandlers:
             return b""
         width = len(ask.hashes) // len(status)
         hashes = [ask.hashes[i * width : (i + 1) * width] for i in range(len(status))]
-        return self._on_ssd(ask.ns, ask.salt, hashes, until, WAIT_SHARE_BEFORE if _RESERVED in status else WAIT_SHARE)
+        share = WAIT_SHARE_BEFORE if _RESERVED in status else STORE_WAIT_SHARE
+        return self._on_ssd(ask.ns, ask.salt, hashes, until, share)
 
     def _on_ssd(self, handle: int, salt: str, hashes: Sequence[bytes], until: float, share: float) -> bytes:
         """1 where a block is flushed. A node that writes through waits for what it is writing, for a ``share`` of the

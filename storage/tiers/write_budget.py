@@ -24,14 +24,13 @@ class Allowance(Enum):
 
 
 class WriteBudget:
-    """Sans-IO: ``now`` is monotonic seconds. ``daily_bytes`` None: no limit, only a count.
+    """Sans-IO: ``now`` is monotonic seconds. ``daily_bytes`` None: no limit.
 
     It begins half full: a node that keeps starting again does not get a burst each time.
     """
 
     def __init__(self, daily_bytes: int | None, now: float) -> None:
         self.daily_bytes = daily_bytes
-        self.written_bytes = 0
         self._rate = (daily_bytes or 0) / DAY_S
         self._capacity = self._rate * BURST_S
         self._tokens = self._capacity / 2
@@ -47,14 +46,12 @@ class WriteBudget:
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes that are about to be written. The last batch may overdraw; the next ones wait for it."""
-        self.written_bytes += nbytes
         if self.daily_bytes is not None:
             self._fill(now)
             self._tokens -= nbytes
 
     def refund(self, nbytes: int, now: float) -> None:
         """Bytes that were spent and will not be written."""
-        self.written_bytes -= nbytes
         if self.daily_bytes is not None:
             self._fill(now)
             self._tokens = min(self._capacity, self._tokens + nbytes)

@@ -269,9 +269,9 @@ def test_who_has_not_asked_for_long_whether_it_may_read_asks(engine: Engine, mon
     ready(engine, range(4))
     monkeypatch.setattr(engine.peer.index, "_asks", True)
     monkeypatch.setattr(engine.peer.index, "upkeep", lambda: None)
-    engine.peer.index._ask_at = time.monotonic()
+    engine.peer.index._asked_at = time.monotonic()
     assert engine.load(range(4)).by_index == 4
-    engine.peer.index._ask_at -= UNASKED_S
+    engine.peer.index._asked_at -= UNASKED_S
     got = engine.load(range(4))
     assert got.by_index == 0 and got.status.tolist() == [LOADED] * 4
 
