@@ -53,10 +53,15 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from kvstrata.client import Client
 from tests.e2e.real_pool import keys
+from tests.waiting import until
 with Client(sys.argv[1], transport=sys.argv[3], transfer_deadline_ms=20_000) as client:
     ns = client.namespace("model/first", block_bytes=4096, block_tokens=16)
     blocks = client.allocate(64 * 4096).rows(ns)
     here, some, absent = keys(64, sys.argv[3]), keys(8, sys.argv[3]) + keys(1, "absent"), keys(2, "absent")
+    def by_index():
+        was = client.health()["blocks_by_index"]
+        assert client.load(ns, "", here, blocks).loaded.all()
+        return client.health()["blocks_by_index"] > was
     before = set(sys.modules)
     client.lookup(ns, "", absent)
     assert client.store(ns, "", here, blocks).stored.all()
@@ -64,7 +69,7 @@ with Client(sys.argv[1], transport=sys.argv[3], transfer_deadline_ms=20_000) as 
         client.lookup(ns, "", some)
         assert client.load(ns, "", here, blocks).loaded.all()
         client.load(ns, "", some, blocks[:9])
-        time.sleep(0.2)  # the node's index is mapped meanwhile
+        until(lambda: sys.argv[3] != "shm" or by_index())
     client.remove(ns, "", here)
     print(sorted(set(sys.modules) - before))
 """

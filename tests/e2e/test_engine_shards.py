@@ -125,6 +125,7 @@ def test_a_block_is_there_with_all_of_its_shards_or_computed(
 
     def asked() -> bool:
         """Something is loaded: not while a busy machine is late with its lookups."""
+        assert reader.reset_prefix_cache()
         assert serve(reader, prompts_of(), fault) == plain["tiny"]
         return bool(reader.stats().connector["load_tokens_asked"])
 

@@ -16,11 +16,11 @@ from kvstrata.transfer.tracing import NOTHING, TRACING
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the otel extra is not installed")
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstrata.transfer.otel import OtelTracer
 from kvstrata.transfer.otlp import SpanQueue
+from tests.spans import recorded
 
 
 class Collecting(SpanExporter):
@@ -43,13 +43,8 @@ class Collecting(SpanExporter):
 
 @pytest.fixture
 def finished() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = OtelTracer(provider)
-    TRACING.start(tracer)
-    yield exporter
-    TRACING.stop(tracer)
+    with recorded() as exporter:
+        yield exporter
 
 
 def test_off_there_is_one_span_that_is_nothing() -> None:

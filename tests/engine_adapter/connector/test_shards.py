@@ -32,6 +32,7 @@ from tests.engine_adapter.connector.scripted_client import (
     names,
     store,
 )
+from tests.transfer.late_transfer import LateTransfer
 from tests.waiting import until
 
 SHARDS = 4
@@ -126,24 +127,15 @@ def test_a_block_of_which_one_shard_is_refused_is_not_stored(opened: Open, clien
     assert outcome.done == b"\1\0\1" and outcome.reasons == {"stored": 2, "full": 1}
 
 
-class Unsettled:
-    """A transfer that goes on."""
-
-    over = False
-
-    def settled(self, deadline: float | None = None) -> bool:
-        return self.over
-
-
 def test_a_job_is_open_while_a_transfer_of_any_shard_may_touch_its_memory(opened: Open, client: ScriptedClient) -> None:
     stored(opened(4), 2)
     (reader,) = opened(1)
-    landing = Unsettled()
+    landing = LateTransfer()
     client.pending, client.of_shard[1, names(1)] = (landing,), BlockStatus.PENDING
     reader.side.start(load(7, names(2), [10, 11]))
     until(lambda: reader.side.health()["jobs_parked"] == 1)
     assert reader.take() == []
-    landing.over = True
+    landing.over.set()
     assert reader.outcome(7).reasons == {"pending": 1, "loaded": 1}
 
 
@@ -183,7 +175,7 @@ def test_no_call_waits_for_another_s_threads_however_many_load_and_store(
 def test_an_error_of_one_shard_ends_the_job_when_the_others_have_ended(opened: Open, client: ScriptedClient) -> None:
     stored(opened(4), 2)
     (reader,) = opened(1)
-    whole, landing = client.load, Unsettled()
+    whole, landing = client.load, LateTransfer()
 
     def failing(namespace, *rest, **more):  # type: ignore[no-untyped-def]
         if namespace.shard == 0:
@@ -198,7 +190,7 @@ def test_an_error_of_one_shard_ends_the_job_when_the_others_have_ended(opened: O
     assert reader.take() == []
     client.loading.open()
     until(lambda: reader.side.health()["jobs_parked"] == 1)
-    landing.over = True
+    landing.over.set()
     outcome = reader.outcome(7)
     assert (outcome.done, outcome.reasons) == (b"\0\0", {"refused": 2})
     assert reader.side.take_output().pool is PoolState.READY
